@@ -7,8 +7,8 @@ Schedules are planned on the first list of prompts, everything is measured on th
 cache-dit take part if they are installed, with the settings that their authors recommend, and weaker and stronger ones
 around them. What is done is kept beside the result until the end, so that an interrupted run goes on.
 
-An adaptive method decides for a batch as one, but for each image alone in normal use. So some images are also made one
-at a time, and both figures are reported. Curves show counted steps, which are the same on every machine.
+A method that decides by the image makes each image alone, as in normal use. Curves show counted steps, which are the
+same on every machine.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import dataclasses
 import functools
 import io
 import json
@@ -28,15 +29,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from samovar.arch import find_denoisers
+import torch
+
+from samovar.arch import find_anatomy, find_denoisers
+from samovar.arch.modules import unwrapped
 from samovar.core.errors import ModelError, SamovarError, SettingError
 from samovar.engine import OmniDiffusionSamplingParams
-from samovar.lab import ImageRunner, Journal, Session, make_tasks, read_prompts
-from samovar.lab.closed_loop import PASSES
-from samovar.lab.image_runner import Task, check_disjoint
-from samovar.lab.methods import EXACT, Method, Notes, cached, plain
-from samovar.lab.schedules import SchedulePlanner, choose_planner, refine
-from samovar.lab.session import Row
+from samovar.lab import Journal, Method, Runner, Session, Task, cached, make_tasks, plain, read_prompts
+from samovar.lab.methods import EXACT, PLAIN, Report
+from samovar.lab.planner import FEWEST, Planner
+from samovar.lab.progress import Progress
+from samovar.lab.tasks import check_disjoint
 
 PeerSettings = dict[str, Any]
 
@@ -45,7 +48,7 @@ class PeerGuard(AbstractContextManager["PeerGuard"]):
     """Keeps an error of a peer, which may raise anything on a model that it does not know, and lets ours pass."""
 
     def __init__(self, method: Method) -> None:
-        self._is_peer = method.is_peer
+        self._is_peer = method.family not in (EXACT.family, PLAIN) and not method.family.startswith("samovar")
         self.problem: str | None = None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
@@ -55,7 +58,7 @@ class PeerGuard(AbstractContextManager["PeerGuard"]):
         return True
 
 
-def peers(runner: ImageRunner, tasks: Sequence[Task]) -> list[Method]:
+def peers(runner: Runner, tasks: Sequence[Task]) -> list[Method]:
     """All that are installed. MagCache needs figures of the model, which it measures on these tasks when it is used."""
     import diffusers
 
@@ -92,7 +95,7 @@ def _of_diffusers(
     """`more` are arguments that are computed when the cache is attached."""
 
     @contextlib.contextmanager
-    def attached(pipeline: Any) -> Iterator[Notes]:
+    def attached(pipeline: Any) -> Iterator[Report]:
         import diffusers
 
         values = {key: value() for key, value in more.items()}
@@ -100,9 +103,40 @@ def _of_diffusers(
             for denoiser in find_denoisers(pipeline).values():
                 undo.callback(_disable, denoiser)
                 denoiser.enable_cache(getattr(diffusers, config)(**settings, **values))  # type: ignore[operator]
-            yield lambda: None
+            yield undo.enter_context(counted(pipeline))
 
-    return Method(f"{family} {name}", family, settings, attached, is_adaptive=is_adaptive, is_peer=True)
+    return Method(f"{family} {name}", family, settings, attached, is_adaptive=is_adaptive)
+
+
+@contextlib.contextmanager
+def counted(pipeline: Any) -> Iterator[Report]:
+    """The share of forwards that another library's cache computes: those that run the last layer of the second block,
+    as some caches always run the first."""
+    calls, computed = 0, 0
+
+    def call(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    def compute(*_: Any) -> None:
+        nonlocal computed
+        computed += 1
+
+    def report() -> dict[str, Any]:
+        nonlocal calls, computed
+        share, calls, computed = computed / max(1, calls), 0, 0
+        return {"computed": share}
+
+    with contextlib.ExitStack() as undo:
+        for denoiser in map(unwrapped, find_denoisers(pipeline).values()):
+            stacks = [stack for stack in find_anatomy(denoiser).stacks if len(stack) > 1]
+            block = stacks[0].modules(denoiser)[1] if stacks else torch.nn.Identity()
+            layers = [module for module in block.modules() if isinstance(module, torch.nn.Linear)]
+            if not layers:
+                raise ModelError(f"{type(denoiser).__name__} has no blocks with linear layers to count steps by.")
+            undo.callback(denoiser.register_forward_pre_hook(call).remove)
+            undo.callback(layers[-1].register_forward_pre_hook(compute).remove)
+        yield report
 
 
 def _disable(denoiser: Any) -> None:
@@ -110,7 +144,7 @@ def _disable(denoiser: Any) -> None:
         denoiser.disable_cache()
 
 
-def _mag_ratios(runner: ImageRunner, tasks: Sequence[Task]) -> list[float]:
+def _mag_ratios(runner: Runner, tasks: Sequence[Task]) -> list[float]:
     """The ratios of the first branch, which MagCache prints when it calibrates."""
     settings = {"calibrate": True, "num_inference_steps": runner.steps}
     method = _of_diffusers("diffusers MagCache", "MagCacheConfig", "calibration", settings, False)
@@ -132,7 +166,7 @@ def _of_cache_dit(threshold: float, order: int) -> Method:
     }  # fmt: skip
 
     @contextlib.contextmanager
-    def attached(pipeline: Any) -> Iterator[Notes]:
+    def attached(pipeline: Any) -> Iterator[Report]:
         import cache_dit  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         for logger in [name for name in logging.root.manager.loggerDict if name.startswith("cache_dit")]:
@@ -143,12 +177,13 @@ def _of_cache_dit(threshold: float, order: int) -> Method:
             cache_dit.enable_cache(
                 pipeline, cache_config=cache_dit.DBCacheConfig(**settings), calibrator_config=calibrator
             )
-            yield lambda: None
+            with counted(pipeline) as report:
+                yield report
         finally:
             cache_dit.disable_cache(pipeline)
 
     about = {**settings, "taylorseer_order": order}
-    return Method(f"{family} {threshold}", family, about, attached, is_adaptive=True, is_peer=True)
+    return Method(f"{family} {threshold}", family, about, attached, is_adaptive=True)
 
 
 PLAIN_SHARES = (0.66, 0.5, 0.4, 0.32, 0.24, 0.2)
@@ -160,79 +195,43 @@ _LOWEST_LPIPS = 5e-6
 """Lower values are drawn here: a logarithmic axis has no zero."""
 
 
-def all_methods(
-    tuning: Session,
-    extra: Sequence[Method] = (),
-    refinements: int = 0,
-    only: Sequence[str] = (),
-    testing: Session | None = None,
-) -> list[Method]:
+def all_methods(tuning: Session, extra: Sequence[Method] = (), only: Sequence[str] = ()) -> list[Method]:
     """Everything that the bench compares, or only methods whose names contain one of some words. Schedules and figures
-    of the model are taken from the tuning prompts; `refinements` is the number of changes of each schedule to try, and
-    `testing` will measure the methods, for an estimate of the time."""
-    runner = tuning.runner
+    of the model are taken from the tuning prompts."""
+    runner, planner = tuning.runner, Planner(tuning)
     methods = [
         *(plain(max(1, round(share * runner.steps))) for share in PLAIN_SHARES),
         *(cached("auto", {"tolerance": tolerance}) for tolerance in TOLERANCES),
         *(cached("tea_cache", {"rel_l1_thresh": threshold}) for threshold in (0.1, 0.2, 0.4)),
         *extra,
-        *peers(runner, runner.batches(tuning.tasks)[0]),
+        *peers(runner, tuning.tasks[: runner.batch]),
     ]
     found: dict[str, Method | int] = {method.name: method for method in methods}
-    for count in sorted({max(SchedulePlanner.fewest, round(share * runner.steps)) for share in SCHEDULE_SHARES}):
+    for count in sorted({max(FEWEST, round(share * runner.steps)) for share in SCHEDULE_SHARES}):
         found[f"schedule, {count} computed"] = count  # Planned only if it is chosen.
     for word in only:
         if not any(word.lower() in name.lower() for name in found):
             raise SettingError(f"only={word!r} matches no method. Methods: {', '.join(found)}.", param="only")
-    chosen: list[Method | int] = [
-        m for name, m in found.items() if not only or any(word.lower() in name.lower() for word in only)
-    ]
-    fitted = (2 * PASSES + refinements + 3) * len(tuning.tasks)  # For two schedules in closed loop.
-    planning = fitted * sum(isinstance(method, int) for method in chosen)
-    if testing is not None:
-        tuning.progress.expect(planning=planning, measuring=testing.work([EXACT] * len(chosen)))
-    return [method if isinstance(method, Method) else _planned(tuning, method, refinements) for method in chosen]
+    chosen = {n: m for n, m in found.items() if not only or any(word.lower() in n.lower() for word in only)}
+    return [m if isinstance(m, Method) else dataclasses.replace(planner.method(m), name=n) for n, m in chosen.items()]
 
 
-def _planned(tuning: Session, count: int, refinements: int) -> Method:
-    """The best schedule for a number of computed steps."""
-    planner, _ = choose_planner(tuning, lambda row: row.closeness, count)
-    mask = refine(planner.plan(count), lambda m: tuning.measure(planner.method(m)).closeness, refinements)
-    return cached("tea_cache", planner.settings(mask), f"schedule, {count} computed", "samovar schedule")
-
-
-def bench(session: Session, methods: Sequence[Method], alone: Session | None = None) -> list[dict[str, Any]]:
+def bench(session: Session, methods: Sequence[Method]) -> list[dict[str, Any]]:
     """One row per method, for JSON. If a peer fails, or images are not finite, the row says so; errors of our own are
-    raised. `alone` makes some of the images again one at a time, with adaptive methods."""
-    session.progress.expect(all=session.work([plain(session.runner.steps), *methods]))
+    raised."""
+    session.progress.expect(session.work([EXACT, *methods]))
     rows: list[dict[str, Any]] = [session.exact().to_dict()]
     for method in methods:
         with PeerGuard(method) as guard:
             row = session.measure(method)
-            single = alone.measure(method) if alone is not None and method.is_adaptive else None
-            qualities = [*row.images, *(single.images if single is not None else ())]
-            bad = sum(not quality.is_finite for quality in qualities)
+            bad = sum(not quality.is_finite for quality in row.images)
         problem = guard.problem or (f"{bad} images are not finite, so they cannot be compared" if bad else None)
         if problem is not None:
             rows.append({"method": method.name, "family": method.family, "problem": problem})
         else:
-            rows.append(row.to_dict() | ({} if single is None else {"alone": _beside(single, row)}))
+            rows.append(row.to_dict())
     mark_best(rows)
     return rows
-
-
-def _beside(alone: Row, together: Row) -> dict[str, Any]:
-    """The same images made alone and in a batch."""
-    count = len(alone.images)
-    same = together.images[:count]
-    return {
-        "images": count,
-        "computed": alone.computed,
-        "psnr": round(alone.quality.psnr, 3),
-        "lpips": round(alone.quality.lpips, 7),
-        "psnr_in_batch": round(sum(quality.psnr for quality in same) / count, 3),
-        "lpips_in_batch": round(sum(quality.lpips for quality in same) / count, 7),
-    }
 
 
 def mark_best(rows: list[dict[str, Any]]) -> None:
@@ -295,7 +294,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-test-prompts", type=int, default=64, metavar="N", help="(64)")
     parser.add_argument("--test-seeds", type=int, default=4, metavar="N", help="images of each prompt (4)")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="images per call (1)")
-    parser.add_argument("--alone", type=int, default=8, metavar="N", help="images made a second time, one by one (8)")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device")
     parser.add_argument("--gpu-memory", metavar="SIZE")
@@ -307,7 +305,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     sizes = {"num_inference_steps": options.steps, "height": options.height, "width": options.width}
     params = OmniDiffusionSamplingParams(**{name: value for name, value in sizes.items() if value is not None})
     budget = {} if options.gpu_memory is None else {"gpu_memory": options.gpu_memory}
-    runner = ImageRunner(options.model, params, options.batch, options.dtype, options.device, **budget)
+    runner = Runner(options.model, params, options.batch, options.dtype, options.device, **budget)
     planning = make_tasks(read_prompts(options.prompts)[: options.num_prompts], 1, 0)
     testing = make_tasks(read_prompts(options.test_prompts)[: options.num_test_prompts], options.test_seeds, 100_000)
     check_disjoint(planning, testing)
@@ -317,9 +315,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     def report(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    methods = all_methods(Session(runner, planning, journal, "tuning", report), only=options.only)
-    alone = Session(runner.one_at_a_time(), testing[: options.alone], journal, "alone") if options.alone else None
-    rows = bench(Session(runner, testing, journal, "testing", report), methods, alone)
+    methods = all_methods(Session(runner, planning, journal, "tuning", Progress(report)), only=options.only)
+    rows = bench(Session(runner, testing, journal, "testing", Progress(report)), methods)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"about": about, "rows": rows}) + "\n", encoding="utf-8")
     journal.delete()

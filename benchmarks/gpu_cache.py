@@ -30,7 +30,7 @@ from diffusers import FirstBlockCacheConfig
 
 from samovar.cache import AutoConfig, TeaCacheConfig, apply_teacache_hook
 from samovar.cache.config import EVERY_BRANCH
-from samovar.lab.closed_loop import even_mask
+from samovar.lab.planner import even_mask
 
 TARGETS = {"skip_percent": {"flux": 1.0, "qwen": 0.8}, "computed_percent": 0.3, "promise_percent": 3.0}
 THRESHOLDS = (0.2, 0.4)

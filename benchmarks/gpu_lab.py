@@ -23,8 +23,7 @@ from gpu_models import build, header, spec, write
 from pipelines import text
 from samovar.core.settings import parse_bytes
 from samovar.engine import OmniDiffusionSamplingParams
-from samovar.lab import ImageRunner, cached, plain
-from samovar.lab.image_runner import Task
+from samovar.lab import Runner, Task, cached, plain
 from samovar.lab.methods import EXACT
 
 TASKS = [Task("a cat", 0), Task("a house", 1)]
@@ -59,7 +58,7 @@ def measure(folder: Path, options: argparse.Namespace, **engine: Any) -> dict[st
     params = OmniDiffusionSamplingParams(
         num_inference_steps=options.steps, height=side, width=side, max_sequence_length=16
     )
-    runner = ImageRunner(str(folder), params, 1, "bfloat16", options.device, **engine)
+    runner = Runner(str(folder), params, 1, "bfloat16", options.device, **engine)
     steps = options.steps
     mask = "".join("#" if step < 3 or step % 2 else "." for step in range(steps))
     found: dict[str, Any] = {}
@@ -70,7 +69,7 @@ def measure(folder: Path, options: argparse.Namespace, **engine: Any) -> dict[st
         with runner.under(method) as make:
             made = [make([task]) for task in TASKS]
         found[method.name] = {"images": torch.cat([one.images.cpu() for one in made]),
-                              "forwards": [one.forwards for one in made],
+                              "reports": [dict(one.report) for one in made],
                               "seconds": round(made[-1].seconds, 3)}  # fmt: skip
     found["peak_bytes"] = torch.cuda.max_memory_allocated() if is_cuda else 0
     runner.close()
@@ -95,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = {
         name: {
             "same_bits": torch.equal(whole[name]["images"], within[name]["images"]),
-            "same_counts": whole[name]["forwards"] == within[name]["forwards"],
-            "forwards": within[name]["forwards"],
+            "same_counts": whole[name]["reports"] == within[name]["reports"],
+            "computed": [one.get("computed", 1.0) for one in within[name]["reports"]],
             "seconds": [whole[name]["seconds"], within[name]["seconds"]],
         }
         for name in names

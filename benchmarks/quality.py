@@ -22,32 +22,35 @@ from caches import all_methods, bench
 
 from samovar.core.errors import SettingError
 from samovar.engine import OmniDiffusionSamplingParams
-from samovar.lab import ImageRunner, Journal, Session, make_tasks, read_prompts
-from samovar.lab.image_runner import check_disjoint
+from samovar.lab import Journal, Runner, Session, make_tasks, read_prompts
+from samovar.lab.progress import Progress
+from samovar.lab.tasks import check_disjoint
 from samovar.lab.tune import Target, tune
+from samovar.lab.verdict import sentences
 
 TARGETS = [("psnr", 35.0), ("psnr", 40.0), ("psnr", 45.0), ("lpips", 0.02), ("lpips", 0.01), ("lpips", 0.005),
            ("speedup", 2.0), ("speedup", 3.0), ("speedup", 5.0)]  # fmt: skip
 
 
-def tuned(tuning: Session, testing: Session, refinements: int) -> list[dict[str, Any]]:
+def tuned(tuning: Session, testing: Session) -> list[dict[str, Any]]:
     """Each target, the setting chosen for it, and how many images meet it on captions that were not used to choose."""
     rows = []
     for metric, value in TARGETS:
         target = Target(metric, value)  # type: ignore[arg-type]
         try:
-            found = tune(tuning, testing, target, refinements=refinements)
+            found = tune(tuning, testing, target)
         except SettingError as error:
             rows.append({"promise": str(target), "problem": str(error)})
             continue
         held_out = {name: value for name, value in found.held_out.to_dict().items() if name != "each"}
-        plain = found.plain.quality
+        plain, images = found.plain.quality, found.held_out.images
         rows.append(
             {
                 "promise": str(target), "setting": found.setting("benchmarks/quality.py", tuning.runner.params.given()),
                 "held_out": held_out,
                 "share_kept": found.share_met, "num_tried": len(found.tried),
-                "worst": found.to_dict()["held_out"]["worst"], "plain_steps": plain._asdict(),
+                "worst": {"psnr": min(q.psnr for q in images), "lpips": max(q.lpips for q in images)},
+                "plain_steps": plain._asdict(), "verdict": sentences(found.held_out, testing.tasks),
             }
         )  # fmt: skip
         print(
@@ -59,11 +62,11 @@ def tuned(tuning: Session, testing: Session, refinements: int) -> list[dict[str,
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     params = OmniDiffusionSamplingParams(num_inference_steps=options.steps)
-    runner = ImageRunner("emoji", params, options.batch, options.dtype, options.device)
+    runner = Runner("emoji", params, options.batch, options.dtype, options.device)
     learning = make_tasks(read_prompts("tuning", options.tuning_captions), 1, 0)
     judging = make_tasks(read_prompts("testing", options.captions), options.seeds, 100_000)
     check_disjoint(learning, judging)
-    about = {**runner.about(), "tuning": learning, "testing": judging, "refine": options.refine}
+    about = {**runner.about(), "tuning": learning, "testing": judging}
     journal = Journal(options.state, about)
     started = time.perf_counter()
 
@@ -71,13 +74,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         print(f"{time.perf_counter() - started:5.0f} s  {text}", flush=True)
 
     tuning = Session(runner, learning, journal, "tuning")
-    testing = Session(runner, judging, journal, "testing", report)
-    alone = Session(runner.one_at_a_time(), judging[: options.alone], journal, "alone") if options.alone else None
-    methods = all_methods(tuning, refinements=options.refine)
+    testing = Session(runner, judging, journal, "testing", Progress(report))
+    methods = all_methods(tuning, only=options.only)
     print(f"planned in {time.perf_counter() - started:.0f} s; {len(methods)} methods", flush=True)
-    rows = bench(testing, methods, alone)
+    rows = bench(testing, methods)
     print(f"measured after {time.perf_counter() - started:.0f} s", flush=True)
-    promises = [] if options.no_tune else tuned(tuning, testing, options.refine)
+    promises = [] if options.no_tune else tuned(tuning, testing)
     about = runner.about() | {"date": date.today().isoformat(), "pictures": len(judging), "captions": options.captions}
     return {"about": about, "seconds": round(time.perf_counter() - started), "rows": rows, "promises": promises}
 
@@ -91,8 +93,7 @@ def main() -> None:
     parser.add_argument("--captions", type=int, default=64)
     parser.add_argument("--tuning-captions", type=int, default=128)
     parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--alone", type=int, default=4, help="pictures that adaptive methods make one at a time too")
-    parser.add_argument("--refine", type=int, default=0, help="changes of each planned schedule to try")
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="methods with these words in their names")
     parser.add_argument("--no-tune", action="store_true", help="only the curves")
     parser.add_argument("--state", type=Path, default=Path("quality-state"), help="where an interrupted run goes on")
     parser.add_argument("--json", type=Path, required=True, help="where the result goes")

@@ -30,10 +30,10 @@ import torch
 from caches import SCHEDULE_SHARES, PeerGuard, all_methods
 
 from samovar.engine import OmniDiffusionSamplingParams
-from samovar.lab import ImageRunner, Journal, Session, make_tasks, read_prompts
-from samovar.lab.image_runner import Task, check_disjoint
-from samovar.lab.methods import Method
+from samovar.lab import Journal, Method, Runner, Session, Task, make_tasks, read_prompts
+from samovar.lab.progress import Progress
 from samovar.lab.session import Row
+from samovar.lab.tasks import check_disjoint
 
 CAPTIONS = Path(__file__).parent / "captions"
 IMAGES = 96
@@ -116,19 +116,18 @@ class Table:
         if is_planned and set(words) <= set(rows):
             return
         params = OmniDiffusionSamplingParams(num_inference_steps=cell.steps, true_cfg_scale=cell.guidance)
-        runner = ImageRunner("emoji", params, options.batch, "float32", options.device)
+        runner = Runner("emoji", params, options.batch, "float32", options.device)
         sampled(runner.pipeline, cell.sampler)
         learning = make_tasks(read_prompts("tuning", options.tuning_images), 1, 0)
         judging = tasks_of(options.captions, cell.kind, options.alone or options.images)
         check_disjoint(learning, judging)
-        judge = runner.one_at_a_time() if options.alone else runner
+        judge = Runner("emoji", params, 1, pipeline=runner.pipeline) if options.alone else runner
         about = {**judge.about(), "cell": cell.name, "tuning": learning, "testing": judging}
         shared = cell.tuned_as
         planning = Journal(options.state / shared, {**runner.about(), "cell": shared, "tuning": learning})
         journal = Journal(options.state / (f"{cell.name}-alone" if options.alone else cell.name), about)
-        tuning = Session(runner, learning, planning, "tuning", self._watch)
-        timed = max(0, options.alone - 1)  # The first one warms up.
-        testing = Session(judge, judging, journal, "testing", self._watch, timed=timed)
+        tuning = Session(runner, learning, planning, "tuning", Progress(self._watch))
+        testing = Session(judge, judging, journal, "testing", Progress(self._watch), is_timed=bool(options.alone))
         if options.alone and "exact" not in rows:
             rows["exact"] = {"method": "exact", "family": "exact", **figures(testing.exact())}
         for method in all_methods(tuning, only=words):

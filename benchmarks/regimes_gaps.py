@@ -18,12 +18,11 @@ from regimes import CAPTIONS, FIRST_SEED, sampled
 
 from samovar import attach
 from samovar.engine import OmniDiffusionSamplingParams
-from samovar.lab import ImageRunner, make_tasks, read_prompts
-from samovar.lab.image_runner import Task
+from samovar.lab import Runner, Task, make_tasks, read_prompts
 from samovar.lab.methods import EXACT
 
 
-def run_of(runner: ImageRunner, task: Task, tolerance: float | str) -> dict[str, Any]:
+def run_of(runner: Runner, task: Task, tolerance: float | str) -> dict[str, Any]:
     """What `auto` did for one image: which steps it computed, and the error that it saw at each."""
     with attach(runner.pipeline, cache={"backend": "auto", "tolerance": tolerance}) as attached:
         with runner.under(EXACT) as make:  # Nothing but what is attached here.
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, required=True, help="where the result goes")
     options = parser.parse_args(arguments)
     params = OmniDiffusionSamplingParams(num_inference_steps=options.steps, true_cfg_scale=options.guidance)
-    runner = ImageRunner("emoji", params, 1, "float32", options.device)
+    runner = Runner("emoji", params, 1, "float32", options.device)
     sampled(runner.pipeline, options.sampler)
     named = options.tolerance
     tolerance = float(named) if named.replace(".", "", 1).isdigit() else named

@@ -20,9 +20,8 @@ import torch
 from regimes import Cell, sampled, tasks_of
 
 from samovar.engine import OmniDiffusionSamplingParams
-from samovar.lab import ImageRunner, Journal, Session
-from samovar.lab.closed_loop import even_mask
-from samovar.lab.methods import cached
+from samovar.lab import Journal, Runner, Session, cached
+from samovar.lab.planner import even_mask
 
 BATCH = 24
 
@@ -30,7 +29,7 @@ BATCH = 24
 def measure(cell: Cell, placements: dict[str, str], images: int, device: str) -> list[dict[str, Any]]:
     """How near images stay with each placement."""
     params = OmniDiffusionSamplingParams(num_inference_steps=cell.steps, true_cfg_scale=cell.guidance)
-    runner = ImageRunner("emoji", params, BATCH, "float32", device)
+    runner = Runner("emoji", params, BATCH, "float32", device)
     sampled(runner.pipeline, cell.sampler)
     rows = []
     with tempfile.TemporaryDirectory() as folder:

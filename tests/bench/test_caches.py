@@ -15,47 +15,43 @@ from PIL import Image
 from benchmarks.caches import all_methods, bench, draw, mark_best
 from lab.tiny import TASKS, MakeSession
 from samovar.core.errors import ModelError, SettingError
-from samovar.lab.image_runner import Task
-from samovar.lab.methods import Method, Notes, cached, plain
+from samovar.lab import Method, Task, cached, plain
+from samovar.lab.methods import Report
 
 
 @contextlib.contextmanager
-def _fails(pipeline: Any) -> Iterator[Notes]:
+def _fails(pipeline: Any) -> Iterator[Report]:
     raise TypeError("no such\n  model")
-    yield lambda: None
+    yield dict
 
 
 def test_rows_and_failures(make_session: MakeSession) -> None:
     session = make_session(steps=8)
-    alone = make_session(steps=8, batch=1, tasks=TASKS[:1], name="alone")
     forecast = cached("tea_cache", {"rel_l1_thresh": 0.4})
-    rows = bench(session, [plain(4), Method("a peer", "peers", attached=_fails, is_peer=True), forecast], alone)
+    rows = bench(session, [plain(4), Method("a peer", "peers", attached=_fails), forecast])
     assert [row["method"] for row in rows] == ["exact", "plain 4 steps", "a peer", forecast.name]
     assert rows[2] == {"method": "a peer", "family": "peers", "problem": "TypeError: no such model"}
-    assert "alone" not in rows[1], "plain steps are the same in any company"
-    assert rows[3]["alone"]["images"] == 1
-    assert rows[3]["alone"]["psnr_in_batch"] == pytest.approx(rows[3]["each"]["psnr"][0], abs=1e-3)
 
 
 @contextlib.contextmanager
-def _refuses(pipeline: Any) -> Iterator[Notes]:
+def _refuses(pipeline: Any) -> Iterator[Report]:
     raise ModelError("not this model")
-    yield lambda: None
+    yield dict
 
 
 @contextlib.contextmanager
-def _gives_no_numbers(pipeline: Any) -> Iterator[Notes]:
+def _gives_no_numbers(pipeline: Any) -> Iterator[Report]:
     handle = pipeline.vae.decoder.register_forward_hook(lambda module, args, output: output * float("nan"))
     try:
-        yield lambda: None
+        yield dict
     finally:
         handle.remove()
 
 
 def test_a_peer_that_fails_is_a_row_and_we_are_not(make_session: MakeSession) -> None:
     session = make_session(steps=2, tasks=TASKS[:1])
-    peer = Method("a peer", "peers", attached=_refuses, is_peer=True)
-    nothing = Method("nothing", "peers", {"of": "numbers"}, _gives_no_numbers, is_peer=True)
+    peer = Method("a peer", "peers", attached=_refuses)
+    nothing = Method("nothing", "peers", {"of": "numbers"}, _gives_no_numbers)
     rows = bench(session, [peer, nothing, plain(1)])
     assert rows[1]["problem"] == "ModelError: not this model"
     assert "1 images are not finite" in rows[2]["problem"]

@@ -46,7 +46,7 @@ def test_a_log_tells_how_long_it_takes(
 ) -> None:
     monkeypatch.setattr(terminal, "INTERVAL_S", 0.02)
     common = compare(model, prompts[0], 8, tmp_path / "out")
-    code, _, err = run(capsys, *common, "--cache", '{"schedule": "##.#.#.#"}', "--timed", "1")
+    code, _, err = run(capsys, *common, "--cache", '{"schedule": "##.#.#.#"}')
     assert code == 0
     assert re.search(r"samovar: .* of 2 images, about \d+ s left \(\d+ s\)\n", err)
 
@@ -57,7 +57,6 @@ def test_a_log_tells_how_long_it_takes(
         ("compare", "--prompts FILE, with"),
         ("calibrate", "--prompts FILE, with"),
         ("tune", "--prompts FILE and --test-prompts FILE, with"),
-        ("bench", "--prompts FILE and --test-prompts FILE, with"),
     ],
 )
 def test_emoji_captions_are_not_for_other_models(

@@ -27,13 +27,16 @@ def test_compare_writes_sheet_page_and_figures(
     assert (code, err) == (0, "")
     assert "schedule=##.#.#.#" in out
     report = json.loads((output / "compare.json").read_text())
-    assert [row["family"] for row in report["rows"]][:2] == ["exact", "samovar tea_cache"]
+    assert [row["family"] for row in report["rows"]][:2] == ["exact", "samovar schedule"]
     assert report["rows"][1]["computed"] == 5
     assert any(row["family"] == "plain steps" for row in report["rows"])
     assert report["about"]["settings"]["num_inference_steps"] == 8
     assert [task["prompt"] for task in report["tasks"]] == ["a cat", "a dog"]
     with Image.open(output / "sheet.png") as sheet:
         assert sheet.height >= 64 * len(report["rows"])
+    assert "95% of images like these stay above" in out
+    with Image.open(output / "worst-1.png") as worst:
+        assert worst.height >= 2 * 64
     assert "data:image/png" in (output / "compare.html").read_text()
     assert not (output / "state").exists(), "what is finished leaves no state"
 
@@ -79,8 +82,8 @@ def test_tune_writes_a_setting_that_generate_takes(
     output = tmp_path / "out"
     tasks = ["--prompts", prompts[0], "--test-prompts", prompts[1], "--num-prompts", "1", "--num-test-prompts", "1"]
     common = ["tune", model, *tasks, "--steps", "8", "-o", str(output), "--quantization", "int8", *IMAGE]
-    code, out, err = run(capsys, *common, "--target-speedup", "1.5")
-    assert (code, err) == (0, ""), out
+    code, out, err = run(capsys, *common, "--target-speedup", "1.3")
+    assert err == "", out
     setting = json.loads((output / "setting.json").read_text())
     assert setting["num_inference_steps"] == 8
     assert "samovar tune of" in setting["origin"]
@@ -91,17 +94,19 @@ def test_tune_writes_a_setting_that_generate_takes(
     assert list(choice.tuned_for.denoisers) == ["transformer"]
     report = json.loads((output / "tune.json").read_text())
     assert report["setting"] == setting
-    assert report["held_out"]["share_met"] == 1.0
+    is_met = report["held_out"]["share_met"] == 1.0
+    assert code == (0 if is_met else 1), "one image shows little of how much is saved on another"
     assert len(report["tried"]) >= 5
-    assert "chosen:" in out
-    assert "1.5 times fewer forwards: met, with " in out
+    assert "The worst: 'a tree', seed 100000: " in out
+    assert f"1.3 times fewer steps: {'met' if is_met else 'missed'}, with " in out
+    assert (output / "worst.png").is_file()
     assert "95 of 100" not in out, "a speed-up promises nothing about single images"
 
 
 def test_compare_begins_with_the_cache_that_is_recommended(
     model: str, prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, _, err = run(capsys, *compare(model, prompts[0], 8, tmp_path / "out"), "--timed", "0")
+    code, _, err = run(capsys, *compare(model, prompts[0], 8, tmp_path / "out"))
     assert (code, err) == (0, "")
     rows = json.loads((tmp_path / "out" / "compare.json").read_text())["rows"]
     assert [row["method"] for row in rows if row["family"].startswith("samovar")] == ["auto", "tea_cache"]
@@ -165,7 +170,7 @@ def test_a_killed_run_goes_on_where_it_was(model: str, tmp_path: Path, capsys: p
     assert "holds an unfinished run with other settings (tasks: 6 before, 12 now" in refused[2]
     refused = run(capsys, *common, "--cache", '{"schedule": "#...#..#"}', *IMAGE)
     assert refused[0] == 2
-    assert "with other settings (methods: " in refused[2], "its images would stand under another setting's figures"
+    assert "with other settings (methods)" in refused[2], "its images would stand under another setting's figures"
     code, _, err = run(capsys, *command)
     assert (code, err) == (0, f"samovar: resuming with {before} measurements from {output / 'state'}\n")
     report = json.loads((output / "compare.json").read_text())
@@ -173,4 +178,5 @@ def test_a_killed_run_goes_on_where_it_was(model: str, tmp_path: Path, capsys: p
 
 
 def known(state: Path) -> int:
-    return len(list(state.glob("value-*.json")))
+    file = state / "journal.jsonl"
+    return file.read_text().count("\n") - 1 if file.is_file() else 0

@@ -6,11 +6,13 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 
 from lab.tiny import TASKS, MakeSession
 from samovar.cache import TeaCacheBackend, TeaCacheConfig
 from samovar.core.errors import SettingError
-from samovar.lab.calibrate import WITH_SIGNALS, calibrate, fit
+from samovar.lab.calibrate import calibrate, fit
+from samovar.lab.methods import EXACT
 
 
 def points(curve: list[float], noise: float, images: int = 6, seed: int = 0) -> list[tuple[list[float], list[float]]]:
@@ -64,47 +66,50 @@ def test_one_signal_alone_determines_no_curve() -> None:
 
 
 def test_a_model_is_calibrated_and_nothing_stays(make_session: MakeSession) -> None:
-    session = make_session(steps=8, batch=1, tasks=TASKS[:2])
-    model = session.runner.pipeline.transformer
-    session.runner.warm_up(TASKS[:1])  # diffusers itself leaves something on a model when it first runs.
-    before = type(session.runner.pipeline), type(model), set(vars(model))
-    found = calibrate(session)
-    assert set(vars(model)) ^ before[2] == set()
-    assert before[:2] == (type(session.runner.pipeline), type(model))
-    assert session.exact().computed == 8, "nothing was skipped"
-    assert found.fit.num_points == 2 * 7
-    report = found.to_dict("a test")
+    session = make_session(steps=8, batch=1)
+    runner, model = session.runner, session.runner.pipeline.transformer
+    exact = session.exact_images()
+    before = type(runner.pipeline), type(model), set(vars(model))
+    found = calibrate(runner, TASKS[:2], session.journal)
+    assert before == (type(runner.pipeline), type(model), set(vars(model)))
+    assert found.num_points == 2 * 7
+    report = found.to_dict(runner, "a test")
     assert report["cache"].pop("backend") == "tea_cache"
     assert report["num_inference_steps"] == 8
     TeaCacheConfig.read(report["cache"])
     assert set(report["coefficients"]) <= {"FluxTransformer2DModel"}
-    bare = make_session(steps=8, batch=1, tasks=TASKS[:2], name="bare")
-    assert (bare.exact_images() == session.exact_images()).all(), "watching changes nothing"
+    with runner.under(EXACT) as make:
+        assert torch.equal(make(TASKS[:1]).images, exact[:1])
 
 
 def test_changes_are_those_of_signal_and_output(make_session: MakeSession) -> None:
-    session = make_session(steps=6, batch=1, tasks=TASKS[:2])
-    calibrate(session)
-    ((signal, output), *_) = session.notes(WITH_SIGNALS)
-    runner, outputs = session.runner, []
+    session = make_session(steps=6)
+    runner, outputs = session.runner, list[torch.Tensor]()
+    calibrate(runner, TASKS[:2], session.journal)
+    signal, output = session.journal["changes 0"]
     handle = runner.pipeline.transformer.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
     backend = TeaCacheBackend({"rel_l1_thresh": 1e-30, "min_steps": 0, "last_steps": 0})
     try:
-        with backend.enable(runner.pipeline):
-            runner._call(TASKS[:1], 6)
+        with backend.enable(runner.pipeline), runner.under(EXACT) as make:
+            make(TASKS[:1])
             records = backend.stats().denoisers["transformer"].branches["cond"].steps
     finally:
         handle.remove()
-    leading = outputs[::2]
-    changes = [float((b - a).abs().mean() / a.abs().mean()) for a, b in itertools.pairwise(leading)]
+    changes = [float((b - a).abs().mean() / a.abs().mean()) for a, b in itertools.pairwise(outputs[::2])]
     assert signal == pytest.approx([r.distance for r in records[1:]], rel=1e-4)
     assert output == pytest.approx(changes, rel=1e-4)
 
 
+def test_an_interrupted_calibration_goes_on(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = make_session(steps=4)
+    first = calibrate(session.runner, TASKS, session.journal)
+    monkeypatch.setattr(session.runner, "_call", lambda *_: pytest.fail("made again"))
+    assert calibrate(session.runner, TASKS, session.journal) == first
+
+
 def test_nonsense_is_refused(make_session: MakeSession) -> None:
-    with pytest.raises(SettingError, match="calibration needs 1"):
-        calibrate(make_session(batch=2))
+    session = make_session(steps=1)
     with pytest.raises(SettingError, match="1 image to calibrate with; expected at least 2"):
-        calibrate(make_session(batch=1, tasks=TASKS[:1], name="one"))
+        calibrate(session.runner, TASKS[:1], session.journal)
     with pytest.raises(SettingError, match="num_inference_steps=1; calibration"):
-        calibrate(make_session(steps=1, batch=1, name="step"))
+        calibrate(session.runner, TASKS, session.journal)

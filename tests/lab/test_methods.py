@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from samovar.core.errors import SettingError
-from samovar.lab.methods import EXACT, cached, plain, quantised, read_method
+from samovar.lab.methods import quantised, read_method
 
 
 def test_forms_of_a_setting(tmp_path: Path) -> None:
@@ -30,14 +29,6 @@ def test_wrong_settings_are_refused() -> None:
         read_method({"backend": "tea_cach"})
     with pytest.raises(SettingError, match="'none' means no cache"):
         read_method("none")
-
-
-def test_a_method_leaves_no_trace(pipeline: Any) -> None:
-    before = type(pipeline), set(vars(pipeline)), type(pipeline.transformer), set(vars(pipeline.transformer))
-    for method in (EXACT, plain(3), cached("tea_cache", {})):
-        with method.attached(pipeline) as notes:
-            assert notes() is None or isinstance(notes(), dict)
-    assert before == (type(pipeline), set(vars(pipeline)), type(pipeline.transformer), set(vars(pipeline.transformer)))
 
 
 def test_names_of_quantised_weights() -> None:

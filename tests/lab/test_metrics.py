@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from samovar.lab.metrics import HIGHEST_PSNR, Quality, average, lpips, measure, psnr, psnr_of_mean_error, ssim
+from samovar.lab.metrics import HIGHEST_PSNR, Quality, average, lpips, measure, psnr, ssim
 
 
 def grey(value: float, size: int = 16) -> torch.Tensor:
@@ -58,14 +58,6 @@ def test_measure_has_all_three_for_each_image() -> None:
     assert other.ssim < 0
     assert other.lpips > 0
     assert average([same, other]).psnr == pytest.approx((same.psnr + other.psnr) / 2)
-
-
-def test_the_worst_images_count_most_in_the_mean_error() -> None:
-    def of(*psnrs: float) -> float:
-        return psnr_of_mean_error([Quality(psnr, 1.0, 0.0) for psnr in psnrs])
-
-    assert of(40.0, 40.0) == pytest.approx(40.0)
-    assert of(80.0, 20.0) == pytest.approx(20.0 + 10 * math.log10(2), abs=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------ LPIPS

@@ -1,4 +1,4 @@
-"""Every method is measured on the same tasks, against the same exact images, once."""
+"""Every method is measured on the same tasks, against the same exact images, once; an interrupted run goes on."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import pytest
 import torch
 from PIL import Image
 
-from lab.tiny import TASKS, MakeSession
+from lab.tiny import TASKS, MakeSession, row
 from samovar.core.errors import SettingError
-from samovar.lab.image_runner import Task
+from samovar.lab.journal import Journal
 from samovar.lab.methods import cached, plain
 from samovar.lab.metrics import HIGHEST_PSNR, measure
-from samovar.lab.session import Journal, Session
-from samovar.lab.trajectory import WATCHED
+from samovar.lab.progress import Progress, in_words
+from samovar.lab.session import Session
+from samovar.lab.tasks import Task
+from samovar.lab.verdict import shown_speedup
 
 
 def test_rows_have_what_was_measured(make_session: MakeSession, tmp_path: Path) -> None:
@@ -23,10 +25,8 @@ def test_rows_have_what_was_measured(make_session: MakeSession, tmp_path: Path) 
     schedule = cached("tea_cache", {"schedule": "##.#.#.#", "forecast": "linear", "forecast_of": "output"})
     exact, half, skipping = session.exact(), session.measure(plain(4), tmp_path / "four"), session.measure(schedule)
     assert (exact.computed, exact.speedup, exact.quality.psnr) == (8, 1.0, HIGHEST_PSNR)
-    assert (half.computed, half.steps) == (4, 4)
-    assert (skipping.computed, skipping.steps) == (5, 8)
-    assert (skipping.seconds, skipping.speedup) == (None, None), "nothing was timed"
-    assert set(skipping.notes.values()) == {"##.#.#.#"}
+    assert (half.computed, half.steps, half.saving) == (4, 4, 2.0)
+    assert (skipping.computed, skipping.steps, skipping.seconds, skipping.speedup) == (5, 8, None, None)
     assert len(skipping.images) == len(TASKS)
     assert skipping.to_dict()["each"]["psnr"] == [round(quality.psnr, 7) for quality in skipping.images]
     with session.runner.under(plain(4)) as make:
@@ -37,12 +37,31 @@ def test_rows_have_what_was_measured(make_session: MakeSession, tmp_path: Path) 
     assert np.abs(saved / 255 - images[0].permute(1, 2, 0).numpy()).max() <= 0.5 / 255 + 1e-6
 
 
-def test_the_same_setting_gives_the_same_figures_and_the_exact_one_the_highest(make_session: MakeSession) -> None:
-    session = make_session(steps=8)
-    row = session.measure(cached("tea_cache", {"rel_l1_thresh": 0.0}))
-    assert row.quality == (HIGHEST_PSNR, pytest.approx(1.0), pytest.approx(0, abs=1e-9), None), (
-        "neutral settings give the bits of the bare model"
-    )
+def test_a_neutral_setting_gives_the_exact_images(make_session: MakeSession) -> None:
+    found = make_session(steps=8, batch=1).measure(cached("tea_cache", {"rel_l1_thresh": 0.0}))
+    assert found.quality == (HIGHEST_PSNR, pytest.approx(1.0), pytest.approx(0, abs=1e-9), None)
+
+
+def test_a_method_that_decides_by_the_image_makes_each_alone(make_session: MakeSession) -> None:
+    session = make_session(batch=3)
+    schedule, auto = cached("tea_cache", {"schedule": "#########."}), cached("auto", {"tolerance": 0.1})
+    assert calls(session, schedule) == [(3, 10), (3, 10)], "the exact ones and those of a schedule at once"
+    assert calls(session, auto) == [(1, 10)] * 3
+
+
+def calls(session: Session, method: object) -> list[tuple[int, int]]:
+    """The images and steps of each call of the pipeline while a method is measured."""
+    made: list[tuple[int, int]] = []
+    call = session.runner._call
+
+    def note(tasks: list[Task], steps: int) -> torch.Tensor:
+        made.append((len(tasks), steps))
+        return call(tasks, steps)
+
+    vars(session.runner)["_call"] = note
+    session.measure(method)  # type: ignore[arg-type]
+    del vars(session.runner)["_call"]
+    return made
 
 
 def test_what_is_known_is_not_made_again(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,94 +71,92 @@ def test_what_is_known_is_not_made_again(make_session: MakeSession, monkeypatch:
     def never(*_: object) -> None:
         raise AssertionError("made again")
 
-    again = Session(session.runner, TASKS, session.journal)
+    again = Session(session.runner, TASKS, Journal(session.journal.folder, {"steps": 8}))
     monkeypatch.setattr(session.runner, "under", never)
     assert again.exact().to_dict() == exact.to_dict()
     assert again.measure(plain(4)).to_dict() == half.to_dict()
 
 
 def test_a_journal_without_its_images_goes_on(make_session: MakeSession) -> None:
-    session = make_session()
-    expected = session.measure(plain(2))
+    expected = make_session().measure(plain(2))
     again = make_session()
     images = list(again.journal.folder.glob("*.safetensors"))
-    for file in [*images, again.journal._file(again._key(plain(2), 0))]:
+    for file in images:
         file.unlink()
-    assert images
+    assert len(images) == 3
     assert again.measure(plain(2)) == expected
+    assert torch.isfinite(again.exact_images()).all()
 
 
-def test_an_interruption_loses_no_batch(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_loses_no_call(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
     session = make_session(steps=4, batch=1)
-    made: list[str] = []
-    record = session.journal.record
+    make, made = session.runner._call, list[Task]()
 
-    def interrupted(name: str, value: object) -> None:
+    def interrupted(tasks: list[Task], steps: int) -> torch.Tensor:
         if len(made) == 2:
             raise KeyboardInterrupt
-        made.append(name)
-        record(name, value)
+        made.extend(tasks)
+        return make(tasks, steps)
 
-    monkeypatch.setattr(session.journal, "record", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        session.exact()
-    monkeypatch.setattr(session.journal, "record", lambda name, value: (made.append(name), record(name, value)))
-    assert len(session.exact().images) == 3
-    assert made == ["exact 0", "exact 1", "exact 2"]
-
-
-def test_a_method_comes_off_when_a_image_fails(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = make_session(steps=8)
-    session.exact()
-    before = type(session.runner.pipeline.transformer)
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("no image")
-
-    monkeypatch.setattr(session.runner, "_call", fail)
-    session._is_warm = True
-    with pytest.raises(RuntimeError, match="no image"):
-        session.measure(cached("tea_cache", {}))
-    assert type(session.runner.pipeline.transformer) is before
+    with monkeypatch.context() as patch:
+        patch.setattr(session.runner, "_call", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.exact()
+    assert made == TASKS[:2]
+    assert calls(make_session(steps=4, batch=1), plain(2)) == [(1, 4), *[(1, 2)] * 3]
 
 
-def test_a_watched_run_is_not_timed(make_session: MakeSession) -> None:
-    session = make_session(steps=4, tasks=TASKS[:1], timed=2)
-    session.exact(WATCHED)
-    images = session.exact_images()
-    assert "exact 0" not in session.journal, "the images are known, so they are not made again"
-    half = session.measure(plain(2))
-    bare = session.journal["exact times"]["seconds"]
-    session.exact(WATCHED)
-    assert session.exact().seconds == sum(bare) / 2
-    assert np.array_equal(images, session.exact_images())
-    assert half.explained == 2.0
+# ------------------------------------------------------------------------------------------------ times
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_methods_are_timed_alone_between_exact_images(make_session: MakeSession, batch: int) -> None:
-    session = make_session(steps=8, batch=batch, timed=2)
-    made: list[tuple[int, int]] = []
-    call = session.runner._call
+    session = make_session(steps=8, batch=batch, is_timed=True, tasks=[Task("a dog", seed) for seed in range(6)])
+    rest = [(1, 8)] * 2 if batch == 1 else [(2, 8)]
+    less = [(count, 4) for count, _ in rest]
+    assert calls(session, plain(4)) == [*[(1, 8)] * 4, *rest, (1, 8), *[(1, 4)] * 4, *less, (1, 8)]
+    found = session.measure(plain(4))
+    seconds = [session.journal[session._key(plain(4), number)]["seconds"] for number in range(1, 4)]
+    before, after = session.journal[session._key(plain(4), "beside")]
+    beside = sorted([before, after, session.exact().seconds])[1]
+    assert found.seconds == sorted(seconds)[1]
+    assert found.speedup == pytest.approx(beside / found.seconds)
+    assert calls(session, plain(2))[0] == (1, 2), "the exact image after one method is that before the next"
 
-    def note(tasks: list[Task], steps: int) -> torch.Tensor:
-        made.append((len(tasks), steps))
-        return call(tasks, steps)
 
-    vars(session.runner)["_call"] = note
-    row = session.measure(plain(4))
-    del vars(session.runner)["_call"]
-    if batch == 1:
-        expected = [(1, 2), *[(1, 8)] * 3, *[(1, 4)] * 3, (1, 8)]
-    else:
-        expected = [(3, 2), (3, 8), *[(1, 8)] * 3, (3, 4), *[(1, 4)] * 3, (1, 8)]
-    assert made == expected, "warm-up; exact, alone; four steps, alone; an exact one beside"
-    times, exact = session.journal[session._key(plain(4), "times")], session.journal["exact times"]
-    assert len(times["seconds"]) == len(exact["seconds"]) == len(times["exact"]) == 2
-    assert row.explained == 2.0
-    assert row.seconds == sum(times["seconds"]) / 2
-    beside = sorted([*times["exact"], sum(exact["seconds"]) / 2])[1]
-    assert row.speedup == pytest.approx(beside / row.seconds)
+def test_one_disturbed_image_changes_no_speedup(make_session: MakeSession) -> None:
+    session = make_session(steps=4, batch=1, is_timed=True)
+    known = {"seconds": 2.0, "computed": 2, "quality": [40, 1, 0, None]}
+    for number in range(3):
+        session.journal.record(session._key(plain(2), number), known)
+    session.exact()
+    for beside, usual in (([4.0, 4.0], 4.0), ([60.0, 4.0], 4.0), ([4.0, 4.0], 60.0), ([4.0, 60.0], 4.0)):
+        session.journal.record(session._key(plain(2), "beside"), beside)
+        for number in range(3):
+            session.journal.record(f"exact {number}", {**session.journal[f"exact {number}"], "seconds": usual})
+        assert session.measure(plain(2)).speedup == 2.0
+
+
+def test_a_speedup_that_counts_do_not_explain_is_not_shown() -> None:
+    rows = [row([40.0], computed=8, speedup=speedup) for speedup in (2.6, 12.05, None)]
+    assert list(map(shown_speedup, rows)) == ["2.60x", "disturbed", "-"]
+
+
+def test_the_time_left_follows_from_what_was_made() -> None:
+    now = 0.0
+    said: list[str] = []
+    progress = Progress(said.append, lambda: now)
+    progress.expect(60)
+    progress.say("exact")
+    now = 20.0
+    progress.add(10)
+    progress.say("exact")
+    progress.add(40, is_made=False)
+    progress.say("search")
+    progress.add(10)
+    progress.say("over")
+    assert said == ["exact", "exact, about 2 min left", "search, about 20 s left", "over"]
+    assert [in_words(s) for s in (0, 44, 600, 9000)] == ["5 s", "45 s", "10 min", "2.5 h"]
 
 
 # ------------------------------------------------------------------------------------------------ journal
@@ -151,30 +168,20 @@ def test_values_and_images_are_found_again(tmp_path: Path) -> None:
     journal.save_images("exact-0", images)
     journal.record("exact 0", {"seconds": 1.5})
     again = Journal(tmp_path / "state", {"steps": 4})
-    assert len(again) == 1
-    assert "exact 0" in again
-    assert again["exact 0"] == {"seconds": 1.5}
+    assert (len(again), again["exact 0"]) == (1, {"seconds": 1.5})
     assert torch.equal(again.load_images("exact-0"), images), "not rounded"
     again.delete()
     assert not (tmp_path / "state").exists()
 
 
-def test_what_was_cut_off_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(tmp_path, {"steps": 4})
-    journal.record("a", 1)
-
-    def killed(self: Path, target: Path) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            journal.record("b", 2)
+def test_what_was_cut_off_is_measured_again(tmp_path: Path) -> None:
+    Journal(tmp_path, {"steps": 4}).record("a", 1)
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write('["b", {"seco')
     again = Journal(tmp_path, {"steps": 4})
-    assert len(again) == 1
     assert "b" not in again
     again.record("b", 3)
-    assert Journal(tmp_path, {"steps": 4})["b"] == 3
+    assert [Journal(tmp_path, {"steps": 4})[name] for name in ("a", "b")] == [1, 3]
 
 
 def test_other_settings_are_refused_by_their_differences(tmp_path: Path) -> None:
@@ -188,11 +195,3 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingError, match="Cannot create"):
         Journal(tmp_path / "file" / "state", {})
-
-
-def test_a_long_difference_is_shown_whole_words_only(tmp_path: Path) -> None:
-    tasks = [[f"a very long prompt about a cat on a mat with a hat, number {number}", number] for number in range(9)]
-    Journal(tmp_path, {"tasks": tasks}).record("a", 1)
-    changed = [*tasks[:4], ["a dog", 7], *tasks[5:8]]
-    with pytest.raises(SettingError, match=r"tasks: 9 before, 8 now, was \['a very .* 4\], is \['a dog', 7\]\)"):
-        Journal(tmp_path, {"tasks": changed})

@@ -18,9 +18,9 @@ from . import arguments
 from .terminal import Status, aligned
 
 if TYPE_CHECKING:
-    from ..lab.image_runner import Task
     from ..lab.methods import Method
     from ..lab.session import Session
+    from ..lab.tasks import Task
 
 
 class Experiment:
@@ -28,28 +28,27 @@ class Experiment:
 
     def __init__(self, options: argparse.Namespace, status: Status, depends: dict[str, Any]) -> None:
         from ..engine import OmniDiffusionSamplingParams
-        from ..lab.image_runner import ENGINE_SETTINGS, ImageRunner
-        from ..lab.session import Journal
-        from ..lab.times import Progress
+        from ..lab.journal import Journal
+        from ..lab.progress import Progress
+        from ..lab.runner import ENGINE_SETTINGS, Runner
 
         params = OmniDiffusionSamplingParams(**arguments.given(options, OmniDiffusionSamplingParams))
         # What is compared with the exact images is no setting of theirs.
         names = [name for name in ENGINE_SETTINGS if (options.command, name) != ("compare", "quantization")]
         settings = arguments.given(options, ("batch", "dtype", "device")) | arguments.engine_settings(options, names)
-        self.runner = ImageRunner(arguments.model_of(options) or "emoji", params, **settings)
+        self.runner = Runner(arguments.model_of(options) or "emoji", params, **settings)
         self.folder: Path = options.output or Path(options.command)
         self._options, self._status = options, status
         self._about = self.runner.about() | {"date": date.today().isoformat()}
-        self._journal = Journal(self.folder / "state", self.runner.about() | depends)
-        self._progress = Progress(status.update)
-        if len(self._journal):
-            status.note(f"resuming with {len(self._journal)} measurements from {self._journal.folder}")
+        self.journal = Journal(self.folder / "state", self.runner.about() | depends)
+        self.progress = Progress(status.update)
+        if len(self.journal):
+            status.note(f"resuming with {len(self.journal)} measurements from {self.journal.folder}")
 
-    def session(self, tasks: Sequence[Task], name: str = "", batch: int | None = None, timed: int = 0) -> Session:
+    def session(self, tasks: Sequence[Task], name: str = "", is_timed: bool = False) -> Session:
         from ..lab.session import Session
 
-        runner = self.runner if batch is None else self.runner.one_at_a_time()
-        return Session(runner, tasks, self._journal, name, timed=timed, progress=self._progress)
+        return Session(self.runner, tasks, self.journal, name, self.progress, is_timed=is_timed)
 
     def origin(self, tasks: Sequence[Task]) -> str:
         from ..core.quantisers import quantised_as
@@ -66,7 +65,7 @@ class Experiment:
         """Write the result, and only then delete the journal."""
         self._result = json.dumps({"about": self._about, **result})
         (self.folder / name).write_text(self._result + "\n", encoding="utf-8")
-        self._journal.delete()
+        self.journal.delete()
 
     def say(self, *lines: str) -> None:
         """Print the result for programs, or these lines for people."""
@@ -138,7 +137,7 @@ def _use_saved_params(options: argparse.Namespace, caches: Sequence[str]) -> Non
 
 
 def tasks_of(options: argparse.Namespace, which: str = "") -> list[Task]:
-    from ..lab.image_runner import make_tasks, read_prompts
+    from ..lab.tasks import make_tasks, read_prompts
 
     _check_prompts(options)
     count = getattr(options, f"num_{which}prompts")
@@ -152,7 +151,7 @@ def tasks_of(options: argparse.Namespace, which: str = "") -> list[Task]:
 def _check_prompts(options: argparse.Namespace) -> None:
     """Refuse emoji captions on a model that was not made for them: the figures would say nothing about it."""
     from ..engine.models import find_model
-    from ..lab.image_runner import SHIPPED
+    from ..lab.tasks import SHIPPED
 
     model = arguments.model_of(options) or "emoji"
     missing = [name for name in ("prompts", "test_prompts") if getattr(options, name, None) in SHIPPED]
@@ -167,7 +166,7 @@ def _check_prompts(options: argparse.Namespace) -> None:
 
 def disjoint_tasks(options: argparse.Namespace) -> tuple[list[Task], list[Task]]:
     """Tasks for tuning, and others for testing."""
-    from ..lab.image_runner import check_disjoint
+    from ..lab.tasks import check_disjoint
 
     tasks, test_tasks = tasks_of(options), tasks_of(options, "test_")
     check_disjoint(tasks, test_tasks)

@@ -42,7 +42,6 @@ def add_tune(commands: Any) -> None:
     target.add_argument("--target-psnr", type=float, metavar="DB", help="PSNR to the exact images in dB, at least")
     target.add_argument("--target-lpips", type=float, metavar="X", help="LPIPS to the exact images, at most")
     target.add_argument("--target-speedup", type=float, metavar="X", help="this many times fewer forwards")
-    _add_refine(parser)
     _add_prompts(parser, "tuning", 48)
     _add_prompts(parser, "testing", 48, test="test-")
 
@@ -57,9 +56,6 @@ def _add_command(commands: Any, run: Callable[[argparse.Namespace], int], is_qua
     arguments.add_options(parser, arguments.OUTPUT)
     group = arguments.add_options(parser, arguments.IMAGE + _IMAGES + arguments.DEVICE, "images")
     group.add_argument("--first-seed", type=int, default=0, metavar="N", help="(0)")
-    if name != "calibrate":
-        group.add_argument("--timed", type=int, default=3, metavar="N",
-                           help="images made alone to time each setting; 0 times nothing (3)")  # fmt: skip
     lines = arguments.MEMORY + arguments.QUANTIZATION * is_quantised + arguments.TRUST
     lines += _COMPILE * (name in ("compare", "tune"))  # Peers take no compiled blocks, and a calibration is not timed.
     note = "As in generate. Offload leaves images bit for bit the same."
@@ -77,28 +73,24 @@ def _add_prompts(parser: Any, source: str, most: int, seeds: int = 1, test: str 
     parser.set_defaults(**{f"most_{test.replace('-', '_')}prompts": most})
 
 
-def _add_refine(parser: Any) -> None:
-    parser.add_argument("--refine", type=int, default=0, metavar="N",
-                        help="how many variations of each schedule to test by making images (0)")  # fmt: skip
-
-
 # ------------------------------------------------------------------------------------------------ the commands
 
 
 def _compare(options: argparse.Namespace) -> int:
     """Show what settings do to images, beside the exact ones.
 
-    Make the same images exactly, with each setting, and with as many plain steps as take the same time. Write a contact
-    sheet, a page with a slider, and JSON. After an interruption, the same command resumes.
+    Make the same images exactly, with each setting, and with as many plain steps as it computes. Say what to expect of
+    each setting, and write contact sheets, one of them of the worst images, a page with a slider, and JSON. After an
+    interruption, the same command resumes.
 
     examples:
       samovar compare --cache auto --cache '{"rel_l1_thresh": 0.2}' --num-prompts 4
       samovar compare ./flux --prompts prompts.txt --cache tune/setting.json
       samovar compare ./flux --quantization int8 --quantization transformer=int4,text_encoder_2=int8 --cache auto
     """
-    from ..lab.compare import compare, contact_sheet, figures, page
+    from ..lab.compare import compare, contact_sheet, page, worst_sheet
+    from ..lab.compare import table as figures
     from ..lab.methods import cached, quantised
-    from ..lab.times import footnote
 
     settings = [arguments.quantization_of([text]) for text in options.quantization or ()]
     check_quantisations(options, settings)
@@ -106,15 +98,19 @@ def _compare(options: argparse.Namespace) -> int:
     tasks = tasks_of(options)
     # Images of methods are in folders by number, so other methods are another run.
     with experiment(options, tasks=tasks, methods=[{"name": m.name, **m.settings} for m in methods]) as lab:
-        found = compare(lab.session(tasks, timed=options.timed), methods, lab.folder / "images")
+        found = compare(lab.session(tasks, is_timed=True), methods, lab.folder / "images")
         contact_sheet(found).save(lab.folder / "sheet.png")
+        for number, (row, images) in enumerate(found.judged(), start=1):
+            worst_sheet(tasks, found.rows[0], found.folders[0], row, images).save(lab.folder / f"worst-{number}.png")
         title = f"{lab.runner.model}: {len(tasks)} images, {lab.runner.steps} steps"
         (lab.folder / "compare.html").write_text(page(found, title), encoding="utf-8")
         lab.finish("compare.json", found.to_dict())
-    rows = [row.to_dict() for row in found.rows]
-    lines = [figures(row) for row in rows]
-    shown = table([list(lines[0]), *(list(line.values()) for line in lines)])
-    lab.say(*shown, *footnote(rows), f"{lab.folder / 'compare.html'}, {lab.folder / 'sheet.png'}")
+    lab.say(
+        *table(figures(found.rows)),
+        "",
+        *found.verdict(),
+        f"{lab.folder / 'compare.html'}, {lab.folder / 'sheet.png'}, {lab.folder / 'worst-1.png'}",
+    )
     return 0
 
 
@@ -132,9 +128,8 @@ def _calibrate(options: argparse.Namespace) -> int:
     tasks = tasks_of(options)
     check_tasks(tasks)
     with experiment(options, tasks=tasks) as lab:
-        found = calibrate(lab.session(tasks))
-        lab.finish("calibration.json", found.to_dict(lab.origin(tasks)))
-    fit = found.fit
+        fit = calibrate(lab.runner, tasks, lab.journal, lab.progress)
+        lab.finish("calibration.json", fit.to_dict(lab.runner, lab.origin(tasks)))
     values = ", ".join(f"{value:.6g}" for value in fit.coefficients)
     lab.say(
         f"degree {fit.degree}: {fit.verdict}",
@@ -147,16 +142,17 @@ def _calibrate(options: argparse.Namespace) -> int:
 def _tune(options: argparse.Namespace) -> int:
     """Find the fastest setting that meets a quality target.
 
-    Search thresholds, forecasts and schedules for the fastest setting with which 95 of 100 images meet a target, and
-    check it on other prompts. Write setting.json, which --cache takes. After an interruption, the same command resumes.
+    Search tolerances and schedules for the fastest setting with which 95 of 100 images meet a target, and check it on
+    other prompts. Write setting.json, which --cache takes. After an interruption, the same command resumes.
 
     examples:
       samovar tune --target-psnr 30 --steps 50
       samovar tune ./flux --target-speedup 2 --prompts mine.txt --test-prompts others.txt --gpu-memory 12GiB
     """
     from ..cache.tuned import KEY, describe
-    from ..lab.times import footnote, shown
+    from ..lab.compare import worst_sheet
     from ..lab.tune import Target, tune
+    from ..lab.verdict import sentences
 
     ((name, value),) = arguments.given(options, ("target_psnr", "target_lpips", "target_speedup")).items()
     target = Target(name.removeprefix("target_"), value)  # type: ignore[arg-type]
@@ -164,29 +160,31 @@ def _tune(options: argparse.Namespace) -> int:
     target.check_tasks(tasks)
     with experiment(options, tasks=tasks, test_tasks=test_tasks) as lab:
         tuning = lab.session(tasks, "tuning")
-        testing = lab.session(test_tasks, "testing", timed=options.timed)
-        found = tune(tuning, testing, target, refinements=options.refine)
+        testing = lab.session(test_tasks, "testing", is_timed=True)
+        images = lab.folder / "images"
+        found = tune(tuning, testing, target, images)
+        exact = testing.exact()
+        worst_sheet(test_tasks, exact, images / "exact", found.held_out, images / "chosen").save(
+            lab.folder / "worst.png"
+        )
         made_for = {"model": lab.runner.model, KEY: describe(lab.runner.pipeline)}
         setting = made_for | found.setting(lab.origin(tasks), lab.runner.params.given())
         file = lab.folder / "setting.json"
         file.write_text(json.dumps(setting, indent=2) + "\n", encoding="utf-8")
         lab.finish("tune.json", {"setting": setting, **found.to_dict()})
-    # Few images say nothing about the worst of many, and a speed-up needs no more.
-    is_bound = target.metric != "speedup"
+    is_bound = target.metric != "speedup"  # A speed-up promises nothing about single images.
     rows = [(r.method, f"{r.computed:g}", f"{r.quality.psnr:.2f}", f"{r.quality.lpips:.5f}",
-             *[f"{target.bound(r.images):.5g}"] * is_bound, "yes" if target.is_met(r) else "no")
+             *[f"{target.bound(r):.5g}"] * is_bound, "yes" if target.is_met(r) else "no")
             for r in found.tried]  # fmt: skip
     held_out, plain = found.held_out, found.plain
     lab.say(
         *table([("tried", "computed", "PSNR dB", "LPIPS", *["95 of 100 reach"] * is_bound, "meets it"), *rows]),
-        f"\nchosen: {found.row.method}",
-        f"on {len(held_out.images)} held-out images: {held_out.computed:g} of {held_out.steps} steps computed, "
-        f"{shown(held_out.speedup, held_out.explained)}, {held_out.quality.psnr:.2f} dB, LPIPS "
-        f"{held_out.quality.lpips:.5f}",
-        f"{target}: {found.verdict}",
-        f"{plain.steps} plain steps: {plain.quality.psnr:.2f} dB, LPIPS {plain.quality.lpips:.5f}"
-        f"{'' if found.is_worth_it else ': use these and no cache'}",
-        *footnote([held_out.to_dict()]),
-        str(file),
+        f"\nOn {len(held_out.images)} held-out images:",
+        *sentences(held_out, test_tasks),
+        f"{target}: {found.verdict}.",
+        f"{plain.steps} plain steps: {plain.quality.psnr:.2f} dB, LPIPS {plain.quality.lpips:.5f}, and this setting "
+        f"{held_out.quality.psnr:.2f} dB, {held_out.quality.lpips:.5f}"
+        f"{'.' if found.is_worth_it else ': use these and no cache.'}",
+        f"{file}, {lab.folder / 'worst.png'}",
     )
     return 0 if found.is_met else 1

@@ -1,7 +1,9 @@
-"""Is it as good as it is fast? Tools that measure, calibrate and tune, on any model."""
+"""Measures what settings cost the images, and chooses one: `compare`, `calibrate` and `tune`, on any model."""
 
-from .image_runner import ImageRunner, make_tasks, read_prompts
+from .journal import Journal
 from .methods import Method, cached, plain
-from .session import Journal, Session
+from .runner import Runner
+from .session import Session
+from .tasks import Task, make_tasks, read_prompts
 
-__all__ = ["ImageRunner", "Journal", "Method", "Session", "cached", "make_tasks", "plain", "read_prompts"]
+__all__ = ["Journal", "Method", "Runner", "Session", "Task", "cached", "make_tasks", "plain", "read_prompts"]

@@ -1,23 +1,28 @@
-"""How does a change of TeaCache's signal relate to a change of the output, on this model? Measured, then fitted."""
+"""TeaCache's polynomial for a model, fitted: how a change of the signal relates to a change of the output."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.polynomial import Polynomial
 
+from ..arch import find_denoisers
 from ..arch.modules import unwrapped
 from ..cache import TeaCacheBackend
+from ..core import nested
 from ..core.errors import ModelError, SettingError
-from .image_runner import Task
-from .methods import EXACT, Method, Notes
-from .session import Session
-from .trajectory import Outputs, watch
+from ..hooks import HookOrder, ModelHook, current_context, install_hook
+from .journal import Journal
+from .methods import EXACT, Method, Report
+from .progress import Progress
+from .runner import Runner
+from .tasks import Task
 
 _FEWEST_STEPS = 2
 _HIGHEST_DEGREE = 4
@@ -26,13 +31,14 @@ _LEAST_EXPLAINED = 0.05
 """A polynomial that explains less than this, compared with a constant, is useless."""
 _NEVER_SKIPS = {"rel_l1_thresh": 1e-30, "min_steps": 0, "first_steps": 1, "last_steps": 0}
 
-Changes = tuple[Sequence[float], Sequence[float]]
-"""Relative changes of the signal and of the output, from step to step of one image."""
+Changes = Sequence[Sequence[float]]
+"""Relative changes of the signal, and of the output, from step to step of one image."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A polynomial from the change of the signal to the change of the output."""
+    """A polynomial from the change of the signal to the change of the output, in the branch that the pipeline calls
+    first: it decides for all."""
 
     coefficients: tuple[float, ...]
     """Five, highest power first."""
@@ -55,24 +61,17 @@ class Fit:
             return f"explains {self.explained:.0%} of the output's change on images left out of the fit"
         return "no better than a constant: the signal does not predict the output. Use a schedule instead: samovar tune"
 
-
-@dataclass(frozen=True)
-class Calibration:
-    """The fit for one model, from the branch that decides for all: the one that the pipeline calls first."""
-
-    model_class: str
-    num_steps: int
-    fit: Fit
-
-    def to_dict(self, origin: str) -> dict[str, Any]:
+    def to_dict(self, runner: Runner, origin: str) -> dict[str, Any]:
         """For JSON. `cache` has the settings, `coefficients` an entry for coefficients.json."""
-        values = [float(f"{value:.9g}") for value in self.fit.coefficients] if self.fit.is_useful else None
+        (denoiser,) = runner.denoisers.values()
+        values = [float(f"{value:.9g}") for value in self.coefficients]
+        entry = {type(unwrapped(denoiser)).__name__: {"coefficients": values, "origin": origin}}
         return {
-            "cache": {"backend": "tea_cache"} | ({"coefficients": values} if values else {}),
-            "num_inference_steps": self.num_steps,
-            "coefficients": {self.model_class: {"coefficients": values, "origin": origin}} if values else {},
-            "verdict": self.fit.verdict,
-            "fit": asdict(self.fit),
+            "cache": {"backend": "tea_cache"} | ({"coefficients": values} if self.is_useful else {}),
+            "num_inference_steps": runner.steps,
+            "coefficients": entry if self.is_useful else {},
+            "verdict": self.verdict,
+            "fit": asdict(self),
         }
 
 
@@ -82,12 +81,9 @@ def check_tasks(tasks: Sequence[Task]) -> None:
         raise SettingError(f"{len(tasks)} image to calibrate with; expected at least 2. Give more prompts or seeds.")
 
 
-def calibrate(session: Session) -> Calibration:
-    """Fit the polynomial on a session's tasks."""
-    check_tasks(session.tasks)
-    runner = session.runner
-    if runner.batch != 1:
-        raise SettingError(f"batch={runner.batch}; calibration needs 1, as a cache decides by one image.")
+def calibrate(runner: Runner, tasks: Sequence[Task], journal: Journal, progress: Progress | None = None) -> Fit:
+    """Fit the polynomial on the exact images of some tasks."""
+    check_tasks(tasks)
     if runner.steps < _FEWEST_STEPS:
         raise SettingError(
             f"num_inference_steps={runner.steps}; calibration looks at changes from step to step and needs at least "
@@ -99,24 +95,51 @@ def calibrate(session: Session) -> Calibration:
             f"There are several denoisers ({', '.join(runner.denoisers)}), and coefficients belong to one. Use a "
             "schedule instead: samovar tune."
         )
-    session.progress.expect(all=len(session.tasks))
-    session.exact(WITH_SIGNALS)
-    (denoiser,) = runner.denoisers.values()
-    return Calibration(type(unwrapped(denoiser)).__name__, runner.steps, fit(session.notes(WITH_SIGNALS)))
+    progress = progress or Progress()
+    progress.expect(len(tasks))
+    with runner.under(_WITH_SIGNALS) as make:
+        for number, task in enumerate(tasks):
+            key = f"changes {number}"
+            progress.say(f"{number} of {len(tasks)} images")
+            if is_made := key not in journal:
+                journal.record(key, make([task]).report["changes"])
+            progress.add(1, is_made)
+    return fit([journal[f"changes {number}"] for number in range(len(tasks))])
+
+
+class _OutputHook(ModelHook):
+    """Keeps the outputs of a run by branch."""
+
+    order = HookOrder.OTHER  # It ends before the hook that knows the branch.
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, list[torch.Tensor]] = {}
+
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+        first = next(nested.tensors(output))
+        self.outputs.setdefault(current_context().branch or "", []).append(first.detach().clone())
+        return output
 
 
 @contextlib.contextmanager
-def _with_signals(pipeline: Any) -> Iterator[Notes]:
-    backend = TeaCacheBackend(_NEVER_SKIPS)
-    with watch(pipeline) as run, backend.enable(pipeline):
-        yield lambda: _changes(backend, run.take_outputs())
+def _with_signals(pipeline: Any) -> Iterator[Report]:
+    backend, hook = TeaCacheBackend(_NEVER_SKIPS), _OutputHook()
+    (denoiser,) = find_denoisers(pipeline).values()
+
+    def report() -> Mapping[str, Any]:
+        outputs, hook.outputs = hook.outputs, {}
+        return {"changes": _changes(backend, outputs)}
+
+    with contextlib.ExitStack() as undo:
+        install_hook(undo, denoiser, "lab_outputs", hook)
+        undo.enter_context(backend.enable(pipeline))
+        yield report
 
 
-WITH_SIGNALS = Method("exact, with signals", EXACT.family, attached=_with_signals)
-"""The exact images, with notes on how much signal and output changed at each step."""
+_WITH_SIGNALS = Method("exact, with signals", EXACT.family, attached=_with_signals)
 
 
-def _changes(backend: TeaCacheBackend, outputs: Outputs) -> Changes:
+def _changes(backend: TeaCacheBackend, outputs: Mapping[str, Sequence[torch.Tensor]]) -> Changes:
     (denoiser,) = backend.stats().denoisers.values()
     leader, branch = next(iter(denoiser.branches.items()))
     pairs = itertools.pairwise(output.float() for output in outputs.get(leader, []))

@@ -1,5 +1,5 @@
-"""What do settings do to the same images? Each beside the exact ones and beside fewer plain steps, as numbers, as a
-contact sheet, and as a page with a slider."""
+"""Settings beside the exact images and beside as many plain steps: as numbers, as a contact sheet, and as a page with a
+slider."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import html
 import json
 import math
 import re
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -18,10 +17,10 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 from ..core.errors import SettingError
-from .image_runner import Task
-from .methods import QUANTISED, Method, plain
-from .session import Row, Session, save_images
-from .times import footnote, shown
+from .methods import EXACT, PLAIN, QUANTISED, Method, plain
+from .session import Row, Session
+from .tasks import Task
+from .verdict import sentences, shown_speedup, worst
 
 _WIDEST_LABEL, _GAP, _HEADER, _LINE, _FONT_SIZE = 280, 4, 22, 17, 13
 _INK, _PAPER, _DIM = (20, 20, 20), (255, 255, 255), (110, 110, 110)
@@ -44,7 +43,17 @@ class Comparison:
         return {
             "tasks": [task._asdict() for task in self.tasks],
             "rows": [{**row.to_dict(), "images": folder.name} for row, folder in folders],
+            "verdict": self.verdict(),
         }
+
+    def verdict(self) -> list[str]:
+        """What to expect of each setting."""
+        return [line for row, _ in self.judged() for line in sentences(row, self.tasks)]
+
+    def judged(self) -> list[tuple[Row, Path]]:
+        """The settings that were asked for, with their images."""
+        pairs = zip(self.rows, self.folders, strict=True)
+        return [(row, folder) for row, folder in pairs if row.family not in (EXACT.family, PLAIN)]
 
     def files(self, row: int) -> list[Path]:
         """The images of a row."""
@@ -52,83 +61,74 @@ class Comparison:
 
 
 def compare(session: Session, methods: Sequence[Method], folder: Path) -> Comparison:
-    """Measure methods, each followed by the plain steps that take as long. Images go into folders of `folder`."""
+    """Measure methods, each followed by as many plain steps as it computes. Images go into folders of `folder`."""
     keys = [method.key for method in methods]
     for method in methods:
         if keys.count(method.key) > 1:
             raise SettingError(f"{method.name!r} is given twice. Give each setting once.")
-    pairs = [each for method in methods for each in (method, *([method] if method.family != QUANTISED else []))]
-    session.progress.expect(all=session.work([plain(session.runner.steps), plain(1), *pairs]))
-    exact = session.exact()
-    save_images(session.exact_images(), folder / "exact", fps=session.runner.fps)
-    one = session.measure(plain(1), folder / "plain-1")
-    rows, folders = [exact], [folder / "exact"]
+    session.progress.expect(session.work([EXACT, *(m for m in methods for _ in range(1 + (m.family != QUANTISED)))]))
+    rows, folders = [session.exact(folder / "exact")], [folder / "exact"]
     for number, method in enumerate(methods, start=1):
-        row = session.measure(method, folder / f"setting-{number}")
-        rows.append(row)
+        rows.append(session.measure(method, folder / f"setting-{number}"))
         folders.append(folder / f"setting-{number}")
-        if method.family == QUANTISED:  # It is for memory: fewer steps are no other way to get it.
-            continue
-        steps = same_time_steps(exact, one, row)
-        if folder / f"plain-{steps}" not in folders:  # Two settings may be equally fast.
-            rows.append(session.measure(plain(steps), folder / f"plain-{steps}"))
-            folders.append(folder / f"plain-{steps}")
-    if folder / "plain-1" not in folders:
-        shutil.rmtree(folder / "plain-1", ignore_errors=True)
+        # As many as it computes: times drift, and counts do not. Quantised weights are for memory, not for steps.
+        steps = max(1, min(session.runner.steps - 1, round(rows[-1].computed)))
+        beside = folder / f"plain-{steps}"
+        if method.family != QUANTISED and beside not in folders:
+            rows.append(session.measure(plain(steps), beside))
+            folders.append(beside)
     return Comparison(session.tasks, rows, folders)
 
 
-def same_time_steps(exact: Row, one: Row, row: Row) -> int:
-    """Number of plain steps that take as long as a setting. `one` is a run of one plain step, which shows the time of
-    text encoders and VAE: they take the same time whatever is skipped. As many steps as it computes take no longer."""
-    least = exact.steps / (row.explained or row.saving)
-    steps = least
-    if row.seconds is not None and exact.seconds is not None and one.seconds is not None:
-        each = (exact.seconds - one.seconds) / max(1, exact.steps - 1)
-        steps = 1 + (row.seconds - one.seconds) / each if each > 0 else least
-    return max(1, min(exact.steps - 1, round(max(least, steps))))
+def table(rows: Sequence[Row]) -> list[list[str]]:
+    """The figures of rows, with a heading."""
+    moves = [f"{row.quality.motion:.2f}" for row in rows if row.quality.motion is not None]
+    heading = ["method", "computed", "speedup", "PSNR dB", "SSIM", "LPIPS", *["motion dB"] * bool(moves)]
+    return [heading, *(_figures(row) for row in rows)]
 
 
-def figures(row: Mapping[str, Any]) -> dict[str, str]:
-    """The figures of a row, as `Row.to_dict` has them, for a table."""
-    if "problem" in row:
-        return {"method": row["method"], **dict.fromkeys(("computed", "speedup", "PSNR dB", "SSIM", "LPIPS"), "-")}
-    is_exact = row["family"] == "exact"
-    motion = {"motion dB": "" if is_exact else f"{row['motion']:.2f}"} if "motion" in row else {}
-    return {
-        "method": row["method"],
-        "computed": f"{row['computed']:g}",
-        "speedup": shown(row["speedup"], row.get("explained")),
-        "PSNR dB": "" if is_exact else f"{row['psnr']:.2f}",
-        "SSIM": "" if is_exact else f"{row['ssim']:.4f}",
-        "LPIPS": "" if is_exact else f"{row['lpips']:.5f}",
-        **motion,
-    }
+def _figures(row: Row) -> list[str]:
+    formats = zip(row.quality, (".2f", ".4f", ".5f", ".2f"), strict=True)
+    quality = ["" if row.family == EXACT.family else format(value, how) for value, how in formats if value is not None]
+    return [row.method, f"{row.computed:g}", shown_speedup(row), *quality]
 
 
-# ------------------------------------------------------------------------------------------------ sheet and page
+# ------------------------------------------------------------------------------------------------ sheets and page
 
 
 def contact_sheet(comparison: Comparison) -> Image.Image:
     """All images in one: rows as in the comparison, tasks across."""
+    files = [comparison.files(number) for number in range(len(comparison.rows))]
+    return draw_sheet(comparison.tasks, comparison.rows, files)
+
+
+def worst_sheet(tasks: Sequence[Task], exact: Row, exact_folder: Path, row: Row, folder: Path) -> Image.Image:
+    """The exact images above those of a setting that are furthest from them."""
+    numbers = worst(row)
+    files = [[of / f"{number}.png" for number in numbers] for of in (exact_folder, folder)]
+    return draw_sheet([tasks[number] for number in numbers], [exact, row], files)
+
+
+def draw_sheet(tasks: Sequence[Task], rows: Sequence[Row], files: Sequence[Sequence[Path]]) -> Image.Image:
+    """Images with a label for each row, and the tasks across."""
     font = ImageFont.load_default(_FONT_SIZE)
-    labels = [_label(row) for row in comparison.rows]
+    labels = [_label(row) for row in rows]
     longest = max(font.getlength(text) for label in labels for text in label)
     left = min(_WIDEST_LABEL, 3 * _GAP + math.ceil(longest))
-    rows = [[_thumbnail(file) for file in comparison.files(row)] for row in range(len(labels))]
-    width = max(image.width for row in rows for image in row) + _GAP
-    height = max(max(image.height for row in rows for image in row) + _GAP, 4 * _LINE + _GAP)
-    sheet = Image.new("RGB", (left + width * len(rows[0]), _HEADER + height * len(rows)), _PAPER)
+    images = [[_thumbnail(file) for file in of] for of in files]
+    width = max(image.width for row in images for image in row) + _GAP
+    height = max(max(image.height for row in images for image in row) + _GAP, 4 * _LINE + _GAP)
+    sheet = Image.new("RGB", (left + width * len(tasks), _HEADER + height * len(rows)), _PAPER)
     draw = ImageDraw.Draw(sheet)
     draw.font = font
-    for column, task in enumerate(comparison.tasks):
+    for column, task in enumerate(tasks):
         text = _fitted(draw, f"{task.prompt} · {task.seed}", width - 2 * _GAP)
         draw.text((left + column * width, 3), text, fill=_DIM)
-    for number, (label, images) in enumerate(zip(labels, rows, strict=True)):
+    for number, (label, of) in enumerate(zip(labels, images, strict=True)):
         top = _HEADER + number * height
         for line, text in enumerate(label):
             draw.text((_GAP, top + _LINE * line), _fitted(draw, text, left - 2 * _GAP), fill=_DIM if line else _INK)
-        for column, image in enumerate(images):
+        for column, image in enumerate(of):
             sheet.paste(image, (left + column * width, top))
     return sheet
 
@@ -153,28 +153,27 @@ def page(comparison: Comparison, title: str) -> str:
             for number, row in enumerate(comparison.rows)
         ],
     }
-    lines = [figures(row.to_dict()) for row in comparison.rows]
-    head = "".join(f"<th>{name}</th>" for name in lines[0])
-    body = "".join(f"<tr>{''.join(f'<td>{html.escape(v)}</td>' for v in line.values())}</tr>" for line in lines)
-    marks = "<br>".join(map(html.escape, footnote([row.to_dict() for row in comparison.rows])))
-    notes = f'<tfoot><tr><td colspan="{len(lines[0])}">{marks}</td></tr></tfoot>' if marks else ""
-    text = (resources.files(__package__) / "data" / "compare.html").read_text(encoding="utf-8")
+    heading, *lines = table(comparison.rows)
+    head = "".join(f"<th>{name}</th>" for name in heading)
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(v)}</td>' for v in line)}</tr>" for line in lines)
     filled = {
         "TITLE": html.escape(title),
-        "TABLE": f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>{notes}",
+        "TABLE": f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>",
+        "VERDICT": "<br>".join(map(html.escape, comparison.verdict())),
         # No "<" at all: "</script>" would end the script, and "<!--<script>" would keep it from ending.
         "DATA": json.dumps(data).replace("<", "\\u003c"),
     }
-    return re.sub("@(TITLE|TABLE|DATA)@", lambda place: filled[place[1]], text)
+    text = (resources.files(__package__) / "data" / "compare.html").read_text(encoding="utf-8")
+    return re.sub("@(TITLE|TABLE|VERDICT|DATA)@", lambda place: filled[place[1]], text)
 
 
 def _label(row: Row) -> list[str]:
-    if row.family == "exact":
+    if row.family == EXACT.family:
         return [f"exact, {row.steps} steps", *([] if row.seconds is None else [f"{row.seconds:.2f} s per image"])]
     moves = "" if row.quality.motion is None else f", motion {row.quality.motion:.1f} dB"
     return [
         row.method,
-        f"{row.computed:g} computed, {shown(row.speedup, row.explained)}",
+        f"{row.computed:g} computed, {shown_speedup(row)}",
         f"PSNR {row.quality.psnr:.1f} dB, SSIM {row.quality.ssim:.3f}",
         f"LPIPS {row.quality.lpips:.5f}{moves}",
     ]

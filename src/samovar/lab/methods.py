@@ -1,4 +1,4 @@
-"""What can go on a pipeline to make it faster? Fewer steps, a cache of Samovar, or somebody else's cache."""
+"""What can go on a pipeline to make it faster or smaller: fewer steps, a cache, quantised weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from ..core.errors import SettingError
 from ..core.files import is_file_name, read_settings
 from ..engine.quantize import QuantizationSetting
 
-Notes = Callable[[], Any]
-"""Returns a method's notes on the last run, as plain JSON values."""
-OUTLIERS = "outliers"
-"""The cache setting for outliers, and the key in a cache's notes that tells which images were outliers."""
+Report = Callable[[], Mapping[str, Any]]
+"""Returns what there is to say of the last call, as plain JSON values: `computed`, the share of its forwards that were
+computed, if it is not all; and `masks`, by denoiser and branch, where steps were skipped."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,16 +30,14 @@ class Method:
     family: str
     """The curve it belongs to."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    attached: Callable[[Any], AbstractContextManager[Notes]] = lambda pipeline: nullcontext(lambda: None)
+    attached: Callable[[Any], AbstractContextManager[Report]] = lambda pipeline: nullcontext(dict)
     """Attaches it to a pipeline for as long as the context lasts."""
     steps: int | None = None
     """Number of steps, if other than the exact image's."""
     is_adaptive: bool = False
-    """Whether it decides by the images, so that a batch is decided as one."""
+    """Whether it decides by the image, so that each image is a call of its own."""
     quantization: QuantizationSetting = None
     """How components are quantised that take the place of the exact ones."""
-    is_peer: bool = False
-    """Whether it is somebody else's, which may fail on a model that it does not know."""
 
     @property
     def key(self) -> str:
@@ -72,40 +69,31 @@ def quantised(setting: QuantizationSetting) -> Method:
 
 
 def cached(
-    backend: str,
-    settings: Mapping[str, Any],
-    name: str | None = None,
-    family: str | None = None,
-    tuned_for: TunedFor | None = None,
+    backend: str, settings: Mapping[str, Any], name: str | None = None, tuned_for: TunedFor | None = None
 ) -> Method:
-    """One of Samovar's caches."""
+    """A cache."""
 
     @contextlib.contextmanager
-    def attached(pipeline: Any) -> Iterator[Notes]:
+    def attached(pipeline: Any) -> Iterator[Report]:
         if tuned_for is not None:
             tuned_for.check(pipeline)
         with attach(pipeline, cache={"backend": backend, **settings}) as handle:
-            yield lambda: _notes(handle.stats().cache)
+            yield lambda: _report(handle.stats().cache)
 
-    short = {key: "more" if key == OUTLIERS else value for key, value in settings.items() if key != "forecast_weights"}
-    words = ", ".join(f"{key}={value}" for key, value in short.items())
-    return Method(
-        name or f"{backend} {words}".strip(),
-        family or f"samovar {backend}",
-        {"backend": backend, **settings},
-        attached,
-        is_adaptive="schedule" not in settings or OUTLIERS in settings,
-    )
+    is_scheduled = "schedule" in settings
+    words = ", ".join(f"{key}={value}" for key, value in settings.items() if key != "forecast_weights")
+    family = f"samovar {'schedule' if is_scheduled else backend}"
+    whole = {"backend": backend, **settings}
+    return Method(name or f"{backend} {words}".strip(), family, whole, attached, is_adaptive=not is_scheduled)
 
 
-def _notes(stats: Any) -> dict[str, Any] | None:
-    """Masks of computed steps by denoiser and branch, and by image what differs between the images of a batch."""
-    if not isinstance(stats, PipelineStats):
-        return None
+def _report(stats: Any) -> dict[str, Any]:
+    if not isinstance(stats, PipelineStats):  # Another library's cache counts nothing.
+        return {}
     found = {name: denoiser.branches for name, denoiser in stats.denoisers.items()}
     masks = {f"{name} {branch}": of.mask for name, branches in found.items() for branch, of in branches.items()}
-    outliers = next((denoiser.outliers for denoiser in stats.denoisers.values() if denoiser.outliers), ())
-    return masks | ({OUTLIERS: list(outliers)} if outliers else {})
+    every = "".join(masks.values())
+    return {"computed": every.count("#") / len(every) if every else 1.0, "masks": masks}
 
 
 def read_method(cache: str | Path | Mapping[str, Any]) -> Method:
@@ -118,6 +106,5 @@ def read_method(cache: str | Path | Mapping[str, Any]) -> Method:
         raise SettingError(
             f"cache={cache!r} means no cache: exact images are always made. Leave it out.", param="cache"
         )
-    settings = cache.items() if isinstance(cache, Mapping) else ()
-    own = {name: value for name, value in settings if name != "backend"}
-    return cached(choice.backend, own, tuned_for=tuned_for)
+    settings = cache if isinstance(cache, Mapping) else {}
+    return cached(choice.backend, {k: v for k, v in settings.items() if k != "backend"}, tuned_for=tuned_for)

@@ -74,11 +74,6 @@ def exactly_equal(images: torch.Tensor) -> list[Quality]:
     return [Quality(HIGHEST_PSNR, 1.0, 0.0, HIGHEST_PSNR if moves else None)] * len(images)
 
 
-def psnr_of_mean_error(qualities: Sequence[Quality]) -> float:
-    """The PSNR of the mean squared error, in dB. Unlike the mean PSNR it is low if a few images are far off."""
-    return -10 * math.log10(sum(10 ** (-quality.psnr / 10) for quality in qualities) / len(qualities))
-
-
 def psnr(images: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """Peak signal-to-noise ratio of each image in dB."""
     error = (images - exact).pow(2).mean((1, 2, 3))
