@@ -87,7 +87,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"schedule": {"cond": "#.", "uncond": "#.."}}, ["one mask for each branch name", "the same length"]),
     ({"schedule": {"cond": "#.", "uncond": ".#"}}, ["schedule='.#'", "skips the first step"]),
     ({"schedule": {3: "#."}}, ["schedule={3: '#.'}", "for each branch name"]),
-    ({"forecast": "fitted"}, ["forecast='fitted' without forecast_weights", "samovar.lab.fitting"]),
+    ({"forecast": "fitted"}, ["forecast='fitted' without forecast_weights", "samovar tune"]),
     (FITTED | {"forecast": "linear"}, ["forecast='linear' with forecast_weights"]),
     (FITTED | {"schedule": None}, ["schedule=None", "that its weights were fitted for"]),
     (FITTED | {"forecast_of": "residual"}, ["forecast_of='residual'", "forecast_of='output'"]),

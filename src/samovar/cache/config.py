@@ -33,7 +33,7 @@ Row = Mapping[int, float]
 Forecast = Literal["reuse", "linear", "fitted"]
 Target = Literal["residual", "output"]
 _MASK = "one True or False for each step, or a string of '#' (computed) and '.' (skipped)"
-_FIT = "Fit them: samovar.lab.fitting."
+_FIT = "Fit them: samovar tune."
 
 
 # ------------------------------------------------------------------------------------------------ kinds
