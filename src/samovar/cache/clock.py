@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..hooks import Position, Run
-from ..hooks.roles import Snapshot
+from ..hooks.snapshot import Snapshot
 from .inputs import Inputs
 
 Time = torch.Tensor | float | None
@@ -99,7 +99,7 @@ class Clock:
             length = self._announced if run is None else run.total()
             self._step_time, self.step = inputs.time, _step(index, position, length)
         sample = next(iter(inputs.samples), None)
-        self.branches[branch] = _Last(index, time, Snapshot(sample, hold=True, copy=position is None))
+        self.branches[branch] = _Last(index, time, Snapshot(sample))
         self.branches.move_to_end(branch)
         return Tick(is_again, last is not None and index > last.step + 1)
 
@@ -117,7 +117,7 @@ class Clock:
         if time is not None and time == last.time:
             return True
         sample = next(iter(inputs.samples), None)
-        return sample is not None and last.sample.is_object(sample) and last.sample.equals(sample)
+        return sample is not None and last.sample.value is sample and last.sample.is_same(sample)
 
     def _is_next(self, last: _Last | None, time: float | None) -> bool:
         """Whether a call begins a step."""

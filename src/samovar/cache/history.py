@@ -13,7 +13,7 @@ import torch
 
 from ..core import nested
 from ..hooks import BaseState
-from ..hooks.roles import Snapshot
+from ..hooks.snapshot import Snapshot
 from ..trace.forward import Tensors
 from .inputs import Inputs, Pair, size, some
 from .signal import Signal
@@ -73,7 +73,7 @@ class TeaCacheState(BaseState):
             why = CHANGED_WEIGHTS
         elif inputs.signature != self._made_of[1]:
             why = "the shapes, dtypes or set of arguments changed"
-        elif not all(known.equals(inputs.conditioning.get(path)) for path, known in self._conditioning.items()):
+        elif not all(known.is_same(inputs.conditioning.get(path)) for path, known in self._conditioning.items()):
             why = CHANGED_CONDITIONING
         if why is not None:
             self.reset()
@@ -87,7 +87,7 @@ class TeaCacheState(BaseState):
     def note_computed(self, inputs: Inputs, generation: int, signal: Signal | None = None) -> None:
         """A step was computed; its result is stored by others."""
         if self._made_of is None:
-            self._conditioning = {path: _snapshot(value) for path, value in inputs.conditioning.items()}
+            self._conditioning = {path: Snapshot(value) for path, value in inputs.conditioning.items()}
         self._made_of = generation, inputs.signature
         self.skipped_in_a_row, self.accumulated_rel_l1_distance = 0, 0.0
         self.signal = signal or self.signal
@@ -110,10 +110,6 @@ class TeaCacheState(BaseState):
         values = [self.outputs[step].value for step in steps]
         parts = zip(*map(nested.tensors, values), strict=True)
         return nested.map_tensors(lambda _: _sum(next(parts), [weights[step] for step in steps]), values[0])
-
-
-def _snapshot(value: Any) -> Snapshot:
-    return Snapshot(value, hold=True, copy=isinstance(value, torch.Tensor) and value.is_inference())
 
 
 def numbers_in(value: Any) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ import torch
 from ..arch.modules import unwrapped
 from ..core.errors import ModelError, SettingError
 from ..core.settings import count, read_as
-from ..hooks import BranchHook, CallContext, Handle, HookOrder, HookRegistry, ModelHook, Run, StateManager, run_around
+from ..hooks import BranchHook, CallContext, Handle, HookOrder, HookRegistry, ModelHook, Run, StateManager, current_run
 from ..hooks.roles import parameter_names
 from .auto import AutoSteps, asked_tolerance
 from .call import CachedRun, Call, Steps
@@ -156,7 +156,7 @@ class TeaCacheHook(ModelHook, Handle):
     def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.is_paused:
             return self.call_original(module, *args, **kwargs)
-        context, run = self.state_manager.context, run_around(module)
+        context, run = self.state_manager.context, current_run()
         if run is not None and context.request is None:  # A pipeline without our hook.
             context = context._replace(request=run.request)
         if context.branch is None:  # Nothing may be reused.

@@ -7,7 +7,7 @@ from .pipelines import hook_pipeline
 from .recording import Recorder, is_watched, watched
 from .registry import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook, install_hook
 from .roles import Role, Roles, role_by_name
-from .runs import PipelineHook, Position, Run, current_run, pipeline_hooks, run_around, running
+from .runs import PipelineHook, Position, Run, current_run, pipeline_hooks, running
 
 __all__ = [
     "NOT_BYPASSED",
@@ -33,7 +33,6 @@ __all__ = [
     "is_watched",
     "pipeline_hooks",
     "role_by_name",
-    "run_around",
     "running",
     "watched",
 ]

@@ -17,17 +17,18 @@ child whose `forward` it calls directly: that child runs without its hooks.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..core.errors import HookConflictError, SettingError
-from ..core.interop import COMPILED_CALL
-from .context import CallContext, running_context
+from ..core.interop import COMPILED_CALL, global_hooks
+from .context import call_context
 from .recording import is_watched
 
 if TYPE_CHECKING:
@@ -43,10 +44,7 @@ _INSIDE = "_samovar_inside"
 set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
 """Swaps an object's class, whatever the object itself says of its `__class__`."""
 _plain_call: Any = torch.nn.Module.__call__
-_global_forward_hooks = torch.nn.modules.module._global_forward_hooks
-_global_forward_pre_hooks = torch.nn.modules.module._global_forward_pre_hooks
-_global_backward_hooks = torch.nn.modules.module._global_backward_hooks
-_global_backward_pre_hooks = torch.nn.modules.module._global_backward_pre_hooks
+_GLOBAL_HOOKS = global_hooks()
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -168,14 +166,11 @@ def _call_itself(module: Any, registry: HookRegistry, args: Any, kwargs: Any) ->
         or instance["_forward_pre_hooks"]
         or instance["_backward_hooks"]
         or instance["_backward_pre_hooks"]
-        or COMPILED_CALL in instance
         or "forward" in instance
+        or COMPILED_CALL in instance
         or bare.__call__ is not _plain_call
         or not registry.calls_plainly
-        or _global_forward_hooks
-        or _global_forward_pre_hooks
-        or _global_backward_hooks
-        or _global_backward_pre_hooks
+        or any(_GLOBAL_HOOKS)
     ):
         # There is nothing around forward, so torch would only call it.
         return bare.forward(module, *args, **kwargs)
@@ -276,34 +271,15 @@ def _intercepted_forward(bare: Any) -> Callable[..., Any]:
 def _followed_cache_context(cls: Any) -> Callable[..., Any]:
     """diffusers' `cache_context`, which names the branch of the calls inside it for us too."""
 
-    def cache_context(self: torch.nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    @contextlib.contextmanager
+    def cache_context(self: torch.nn.Module, name: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
         # A wrapper, such as a compiled model, has no own method but passes on that of the model inside.
         has_own = hasattr(cls, "cache_context")
         bare = cls.cache_context.__get__(self) if has_own else cls.__getattr__(self, "cache_context")
-        return _Following(name, bare(name, *args, **kwargs))
+        with call_context(branch=name), bare(name, *args, **kwargs) as inner:
+            yield inner
 
     return cache_context
-
-
-class _Following:
-    """diffusers' `cache_context`, and ours around it."""
-
-    def __init__(self, branch: str, bare: Any) -> None:
-        self._branch, self._bare = branch, bare
-
-    def __enter__(self) -> Any:
-        self._token = running_context.set(CallContext(running_context.get().request, self._branch))
-        try:
-            return self._bare.__enter__()
-        except BaseException:
-            running_context.reset(self._token)
-            raise
-
-    def __exit__(self, *error: Any) -> Any:
-        try:
-            return self._bare.__exit__(*error)
-        finally:
-            running_context.reset(self._token)
 
 
 def _bare_deepcopy(self: torch.nn.Module, memo: dict[int, Any]) -> Any:
@@ -337,23 +313,15 @@ def _prepare_for_compilation() -> None:
         _outside_graph.runner = never_compiled(lambda module: attached_registry(module).run_outside_graph)  # type: ignore[union-attr]
         _outside_graph.call = never_compiled(_call_outside_graph, recursive=False)
         _outside_graph.forward = never_compiled(_forward_outside_graph, recursive=False)
-        for function in (
-            _call_outside_graph,
-            _forward_outside_graph,
-            call_bare,
-            _call_recorded,
-            _call_itself,
-            _enter_forward,
-            _call_forward,
-        ):
+        calls = call_bare, _call_recorded, _call_itself, _enter_forward, _call_forward, bare_class, attached_registry
+        for function in (_call_outside_graph, _forward_outside_graph, *calls):
             skip_frame(function)
         from torch._dynamo import trace_rules
 
         # These run outside of the graph of a model that is compiled as a whole.
-        for room in ("core.nested", "hooks.runs", "hooks.branches", "hooks.roles", "arch", "trace", "cache"):
+        of_hooks = ("hooks.runs", "hooks.branches", "hooks.roles", "hooks.snapshot")
+        for room in ("core.nested", *of_hooks, "arch", "trace", "cache"):
             trace_rules.add(f"samovar.{room}")
-        skip_frame(bare_class)
-        skip_frame(attached_registry)
 
 
 def _call_outside_graph(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import torch
 from ..core.errors import SettingError
 from .handle import Handle
 from .intercept import BareCopies, class_before, set_class
-from .registry import HookOrder, HookRegistry, ModelHook
+from .registry import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook
 from .runs import HOOKS, PipelineHook, current_run, pipeline_hooks, running
 
 _MODULE_HOOK = "samovar_run"
@@ -67,37 +66,25 @@ def _detach(reference: weakref.ref[Any], name: str, hook: PipelineHook) -> None:
 
 
 class _RunHook(ModelHook):
-    """Brackets the calls of a pipeline that is a module."""
+    """Makes the calls of a pipeline that is a module runs."""
 
     order = HookOrder.OUTERMOST
 
-    def __init__(self) -> None:
-        self._thread = threading.local()
-
-    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        stack = contextlib.ExitStack()
-        stack.enter_context(_run_of(module))
-        vars(self._thread).setdefault("open", []).append(stack)
-        return args, kwargs
+    def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _is_running(module):
+            return NOT_BYPASSED
+        with running(module):
+            return module(*args, **kwargs)
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         vars(module).pop(HOOKS, None)  # Also if the registry was reset.
         return module
 
-    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        self._thread.open.pop().close()
-        return output
 
-    def failed_forward(self, module: torch.nn.Module, error: BaseException) -> None:
-        self._thread.open.pop().close()
-
-
-def _run_of(pipeline: Any, arguments: Mapping[str, Any] | None = None) -> contextlib.AbstractContextManager[Any]:
-    """The run that a call of a pipeline is: a new one, unless the pipeline calls itself. One that was made as
-    type(pipe)(...) from a hooked pipeline has no hooks."""
+def _is_running(pipeline: Any) -> bool:
+    """Whether the pipeline calls itself."""
     run = current_run()
-    is_new = pipeline_hooks(pipeline) and (run is None or run.pipeline is not pipeline)
-    return running(pipeline, arguments) if is_new else contextlib.nullcontext()
+    return run is not None and run.pipeline is pipeline
 
 
 # ------------------------------------------------------------------------------------------------ hooked classes
@@ -120,15 +107,17 @@ def _hooked_class(cls: Any) -> Any:
 
 def _bracketed(bare: Callable[..., Any]) -> Callable[..., Any]:
     """A pipeline's own `__call__`, with its signature, as a run."""
+    names = list(inspect.signature(bare).parameters)[1:]
 
     @functools.wraps(bare)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = self.__class__.__call__  # Others may have put another one on the class since.
-        names = list(signature.parameters)[1:]
-        with _run_of(self, dict(zip(names, args, strict=False)) | kwargs):
+        # One that was made as type(pipe)(...) from a hooked pipeline has no hooks.
+        if _is_running(self) or not pipeline_hooks(self):
+            return own(self, *args, **kwargs)
+        with running(self, dict(zip(names, args, strict=False)) | kwargs):
             return own(self, *args, **kwargs)
 
-    signature = inspect.signature(bare)
     return call
 
 

@@ -92,69 +92,60 @@ def _overrides(hook: ModelHook, method: str) -> bool:
     return method in vars(hook) or getattr(type(hook), method) is not getattr(ModelHook, method)
 
 
-class _Rescue(NamedTuple):
-    """A hook's `failed_forward`, due if its `pre_forward` has run and its `post_forward` has not."""
+class _Link(NamedTuple):
+    """What a hook overrides of the methods around a call."""
 
-    entered: int
-    """The number of `pre_forward` calls up to its own."""
-    left: int
-    """The number of `post_forward` calls before its own."""
-    failed_forward: Callable[..., Any]
+    pre_forward: Callable[..., Any] | None
+    post_forward: Callable[..., Any] | None
+    failed_forward: Callable[..., Any] | None
 
 
 class _Chain(NamedTuple):
     """The sorted hooks, reduced to the methods that they override: the others cost nothing."""
 
     bypasses: tuple[Callable[..., Any], ...] = ()
-    before: tuple[Callable[..., Any], ...] = ()
+    links: tuple[_Link, ...] = ()
     override: Callable[..., Any] | None = None
-    after: tuple[Callable[..., Any], ...] = ()
-    rescues: tuple[_Rescue, ...] = ()
 
     def run(self, module: torch.nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         for bypass in self.bypasses:
             output = bypass(module, *args, **kwargs)
             if output is not NOT_BYPASSED:
                 return output
-        _, before, override, after, rescues = self
-        entered = left = 0
+        num_open, links, override = 0, self.links, self.override
         try:
-            for pre_forward in before:
-                args, kwargs = pre_forward(module, *args, **kwargs)
-                entered += 1
+            for link in links:
+                if link.pre_forward is not None:
+                    args, kwargs = link.pre_forward(module, *args, **kwargs)
+                num_open += 1
             output = inner(module, args, kwargs) if override is None else override(module, *args, **kwargs)
-            for post_forward in after:
-                output = post_forward(module, output)
-                left += 1
+            for link in reversed(links):
+                if link.post_forward is not None:
+                    output = link.post_forward(module, output)
+                num_open -= 1
             return output
         except BaseException as error:
             with contextlib.ExitStack() as stack:  # Innermost first; one that raises stops no other.
-                for rescue in rescues:
-                    if entered >= rescue.entered and left <= rescue.left:
-                        stack.callback(rescue.failed_forward, module, error)
+                for link in links[:num_open]:
+                    if link.failed_forward is not None:
+                        stack.callback(link.failed_forward, module, error)
             raise
 
 
 def _chain_of(hooks: list[ModelHook], wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None) -> _Chain:
-    def parts(method: str, among: list[ModelHook] = hooks) -> tuple[Callable[..., Any], ...]:
-        found = tuple(getattr(hook, method) for hook in among if _overrides(hook, method))
-        if wrap is None:
-            return found
+    def part(hook: ModelHook, method: str) -> Callable[..., Any] | None:
+        if not _overrides(hook, method):
+            return None
+        found: Callable[..., Any] = getattr(hook, method)
         # The graph may go on inside new_forward, where the module's own forward is called.
-        return tuple(map(skip_frame if method == "new_forward" else wrap, found))
+        return found if wrap is None else skip_frame(found) if method == "new_forward" else wrap(found)
 
-    rescues = (
-        _Rescue(len(parts("pre_forward", hooks[: i + 1])), len(parts("post_forward", hooks[i + 1 :])), rescue)
-        for i, hook in enumerate(hooks)
-        for rescue in parts("failed_forward", [hook])
+    links = (_Link(*(part(hook, method) for method in _Link._fields)) for hook in hooks)
+    bypasses, overrides = (
+        tuple(found for hook in hooks if (found := part(hook, method)) is not None)
+        for method in ("bypass", "new_forward")
     )
-    return _Chain(
-        bypasses=parts("bypass"),
-        before=parts("pre_forward"),
-        override=next(iter(parts("new_forward")), None),
-        after=parts("post_forward")[::-1],
-        rescues=tuple(rescues),
-    )
+    return _Chain(bypasses, tuple(filter(any, links)), next(iter(overrides), None))
 
 
 Runner = Callable[[torch.nn.Module, Callable[..., Any], Any, Any], Any]
@@ -199,21 +190,21 @@ class HookRegistry:
     def register_hook(self, name: str, hook: ModelHook) -> None:
         """Attach a hook. One of the same name is replaced, with a warning. A refused hook changes nothing."""
         self._check(name, hook)
-        replaced = self._hooks.get(name)
-        if replaced is not None:
-            warnings.warn(
-                f"Hook {name!r} on {type(self._module).__name__} is replaced. If you did not intend that, remove the "
-                "old one first or use another name.",
-                stacklevel=2,
-            )
-            replaced.detach_hook(self._module)
-        try:
-            hook.initialize_hook(self._module)
-            self._attach(name, hook)
-        except BaseException:
+        module, replaced = self._module, self._hooks.get(name)
+        with contextlib.ExitStack() as undo:
             if replaced is not None:
-                replaced.initialize_hook(self._module)
-            raise
+                warnings.warn(
+                    f"Hook {name!r} on {type(module).__name__} is replaced. If you did not intend that, remove the "
+                    "old one first or use another name.",
+                    stacklevel=2,
+                )
+                replaced.detach_hook(module)
+                undo.callback(replaced.initialize_hook, module)
+            hook.initialize_hook(module)
+            undo.callback(hook.detach_hook, module)
+            undo.callback(self._use, dict(self._hooks))
+            self._use({**self._hooks, name: hook})
+            undo.pop_all()
 
     def _check(self, name: str, hook: ModelHook) -> None:
         if not isinstance(name, str) or not isinstance(hook, ModelHook):
@@ -234,16 +225,10 @@ class HookRegistry:
                         f"{name!r} use pre_forward and post_forward."
                     )
 
-    def _attach(self, name: str, hook: ModelHook) -> None:
-        before = dict(self._hooks)
-        self._hooks[name] = hook
-        try:
-            self.update_sorted_hooks()
-        except BaseException:
-            self._hooks = before
-            self.update_sorted_hooks()
-            hook.detach_hook(self._module)
-            raise
+    def _use(self, hooks: dict[str, ModelHook]) -> None:
+        self._hooks.clear()
+        self._hooks.update(hooks)
+        self.update_sorted_hooks()
 
     def remove_hook(self, name: str) -> None:
         """Detach a hook; an unknown name is ignored. With the last one, every trace of us goes."""

@@ -20,8 +20,6 @@ from .context import call_context, current_context
 
 HOOKS = "_samovar_pipeline_hooks"
 """Where a pipeline keeps its hooks, in its `__dict__`."""
-_MAX_DEPTH = 3
-"""How deep modules are looked for in a pipeline."""
 
 
 class Position(NamedTuple):
@@ -58,18 +56,11 @@ def pipeline_hooks(pipeline: Any) -> dict[str, PipelineHook]:
 class Run:
     """One call of a pipeline. It does not keep the pipeline alive."""
 
-    def __init__(
-        self, pipeline: Any, request: Hashable, outer: Run | None = None, arguments: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, pipeline: Any, request: Hashable, arguments: Mapping[str, Any] | None = None) -> None:
         self._pipeline = weakref.ref(pipeline)
         self.arguments = arguments or {}
         """What the pipeline was called with, by name."""
         self.request = request
-        self.outer = outer
-        """The run in which this one takes place, if there is one."""
-        self._known: list[PipelineHook] = []
-        self._started: list[PipelineHook] = []
-        self._held: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
         self._timesteps: Any = None
         self._sigmas: list[float] = []
 
@@ -77,26 +68,6 @@ class Run:
     def pipeline(self) -> Any:
         """The pipeline that is called."""
         return self._pipeline()
-
-    def start(self) -> None:
-        """Call the pipeline's hooks, in order."""
-        self._known = list(pipeline_hooks(self.pipeline).values())
-        for hook in self._known:
-            self._started.append(hook)
-            hook.start_run(self)
-
-    def end(self) -> None:
-        """Call the hooks again, in reverse; also those that were attached since. One that raises stops no other."""
-        since = [hook for hook in pipeline_hooks(self.pipeline).values() if hook not in self._known]
-        with contextlib.ExitStack() as ends:
-            for hook in (*self._started, *since):
-                ends.callback(hook.end_run, self)
-
-    def holds(self, module: torch.nn.Module) -> bool:
-        """Whether the module is part of the pipeline."""
-        if module not in self._held:
-            self._held[module] = _holds(self.pipeline, module)
-        return self._held[module]
 
     def position(self) -> Position | None:
         """Where the run is, if its scheduler counts steps. This waits for a device once a loop."""
@@ -122,20 +93,6 @@ class Run:
         return len(timesteps) if steps is None and timesteps is not None else steps
 
 
-def _holds(pipeline: Any, module: torch.nn.Module) -> bool:
-    """Whether a module is part of a pipeline: an attribute, in a container, or inside another module."""
-    return any(found is module for found in _modules(pipeline, _MAX_DEPTH))
-
-
-def _modules(value: Any, depth: int) -> Iterator[torch.nn.Module]:
-    if isinstance(value, torch.nn.Module):
-        yield from value.modules()
-    elif depth and not isinstance(value, (torch.Tensor, type)):
-        parts = value if isinstance(value, (list, tuple, Mapping)) else getattr(value, "__dict__", {})
-        for part in list(parts.values()) if isinstance(parts, Mapping) else parts:
-            yield from _modules(part, depth - 1)
-
-
 _run: ContextVar[Run | None] = ContextVar("samovar_run", default=None)
 
 
@@ -153,33 +110,14 @@ def current_step() -> int | None:
 
 @contextlib.contextmanager
 def running(pipeline: Any, arguments: Mapping[str, Any] | None = None) -> Iterator[Run]:
-    """A run of a pipeline: around each call of a hooked one, and for callers that drive a pipeline step by step."""
-    outer = current_run()
-    run = Run(pipeline, _request_of_a_run(outer), outer, arguments)
-    with call_context(request=run.request), contextlib.ExitStack() as stack:
-        stack.callback(_run.reset, _run.set(run))
-        stack.callback(run.end)
-        run.start()
+    """A run of a pipeline: around each call of a hooked one, and for callers that drive a pipeline step by step. It is
+    the request that the caller has named, or a new one."""
+    outer, named = current_run(), current_context().request
+    is_new = named is None or (outer is not None and outer.request == named)
+    run = Run(pipeline, object() if is_new else named, arguments)
+    with call_context(request=run.request), contextlib.ExitStack() as ends:  # One that raises stops no other.
+        ends.callback(_run.reset, _run.set(run))
+        for hook in pipeline_hooks(pipeline).values():
+            ends.callback(hook.end_run, run)
+            hook.start_run(run)
         yield run
-
-
-def _request_of_a_run(outer: Run | None) -> Hashable:
-    """The request of a new run: the one that the caller has named, or a new one."""
-    request = current_context().request
-    is_unnamed = request is None or (outer is not None and outer.request == request)
-    return _Anonymous() if is_unnamed else request
-
-
-class _Anonymous:
-    """The request of a call for which nobody named one."""
-
-    def __repr__(self) -> str:
-        return f"<run {id(self):x}>"
-
-
-def run_around(module: torch.nn.Module) -> Run | None:
-    """The innermost run of a pipeline that holds the module; otherwise the innermost run there is, or None."""
-    run = current_run()
-    while run is not None and not run.holds(module):
-        run = run.outer
-    return run or current_run()

@@ -31,8 +31,7 @@ from ..core import nested
 from ..core.adapters import adapter_settings, adapters_of, loaded_adapters, merged_adapters
 from ..core.errors import ModelError, SettingError
 from ..core.tensor_parts import bits, take_apart
-from ..hooks import NOT_BYPASSED, HookOrder, ModelHook, Run, install_hook, pipeline_hooks
-from ..hooks.runs import run_around
+from ..hooks import NOT_BYPASSED, HookOrder, ModelHook, Run, current_run, install_hook, pipeline_hooks
 from ..trace.tape import Form, Tape, tensors_in
 from ..trace.time_only import find_tape, is_autocast
 from .ahead import HOOK, is_free
@@ -370,7 +369,7 @@ class TimeLayers:
 
     def _look_up(self, forward: _Forward) -> None:
         """Find what was computed for a call of the model, or compute it now for this step and those to come."""
-        run = run_around(self._model)
+        run = current_run()
         is_new_run, self._run = run is not self._run, run
         forward.settles_at_once = run is None or OFFLOAD_HOOK not in pipeline_hooks(run.pipeline)
         form = forward.form = (
