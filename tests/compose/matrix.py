@@ -46,6 +46,11 @@ class Case(NamedTuple):
         return 1 if self.ranks == "1 rank" else 2
 
     @property
+    def steps(self) -> int:
+        """Auto leaves runs of fewer than eight steps alone."""
+        return 10 if self.cache == "auto" else STEPS
+
+    @property
     def reference(self) -> Case:
         """The same cache decisions on one rank, everything resident."""
         return self._replace(offload="none", ranks="1 rank")
@@ -139,7 +144,7 @@ def draw(case: Case) -> Drawn:
     pipe = pipeline(case.pipeline)
     before = footprint(pipe)
     with attach(pipe, **case.settings()) as attached:
-        picture = PIPELINES[case.pipeline].run(pipe, STEPS, **case.call())
+        picture = PIPELINES[case.pipeline].run(pipe, case.steps, **case.call())
         stats = attached.stats().cache
         streamed = _num_streamed(attached.offloaded)
     found = {} if stats is None else stats.denoisers

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from pipelines import PIPELINES
+from ranks import Ranks
 from samovar import OffloadConfig, SequenceParallelConfig, attach
 from samovar.offload import ahead
 from samovar.offload.stats import TimeStats
-from samovar.parallel import Ranks
 from samovar.trace import time_only
 
 STEPS = 6
@@ -109,7 +109,7 @@ def test_two_ranks(ranks: Ranks, cases: list[tuple[str, str, dict[str, Any]]]) -
 
 @pytest.mark.slow
 def test_four_ranks() -> None:
-    with Ranks(4, backend="gloo", timeout_s=300.0, num_threads=1) as started:
+    with Ranks(4) as started:
         cases = [("flux", "layerwise", {"parallel": one}) for one in FOUR.values()]
         for results in started.call(_on_a_rank, cases, limit_s=900.0):
             assert len(results) == len(cases)

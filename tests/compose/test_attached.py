@@ -19,13 +19,13 @@ import torch
 import samovar
 from compose.matrix import footprint, num_hooks
 from pipelines import PIPELINES
+from ranks import Ranks
 from samovar import AttachConfig, Attached, SequenceParallelConfig, attach, detach
 from samovar.cache import CACHE_BACKENDS, TeaCacheBackend
 from samovar.core.aliases import ALIASES, AliasArguments
 from samovar.core.errors import HookConflictError, ModelError, SamovarError, SettingError
 from samovar.hooks import HookOrder, HookRegistry, ModelHook
 from samovar.offload import HostStage
-from samovar.parallel import Ranks
 
 STEPS, MASK = 6, "#.##.#"
 SCHEDULE = {"schedule": MASK}

@@ -9,9 +9,10 @@ import torch
 
 from compose.matrix import difference, footprint, num_hooks
 from pipelines import PIPELINES
+from ranks import Ranks
 from samovar import attach
 from samovar.core.errors import SettingError
-from samovar.parallel import Ranks, attention
+from samovar.parallel import attention
 from simulated import SimulatedRecorder, recording_by
 
 

@@ -14,10 +14,11 @@ import torch
 
 from compose.matrix import footprint, num_hooks
 from pipelines import PIPELINES, TinyPipeline
+from ranks import Ranks
 from samovar import attach
 from samovar.core.errors import SettingError
 from samovar.graphs import recorders
-from samovar.parallel import Ranks, SequenceParallelConfig
+from samovar.parallel import SequenceParallelConfig
 from simulated import SimulatedRecorder, recording_by
 
 STEPS = 10

@@ -23,7 +23,8 @@ from compose.matrix import (
     pairwise,
     told,
 )
-from samovar.parallel import Ranks, SequenceParallelConfig
+from ranks import Ranks
+from samovar.parallel import SequenceParallelConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "combine.md"
 BEGIN, END = "<!-- the matrix, written by `make test-slow` -->\n", "<!-- end of the matrix -->\n"
@@ -90,9 +91,9 @@ def test_auto_with_branches_on_two_ranks(guidance: str, ranks: Ranks) -> None:
     case = Case("flux", "auto", "none", "CFG 2", guidance)
     (first,), (second,) = ranks.call(draw_all, [case], limit_s=600.0)
     assert torch.equal(first.picture, second.picture)
-    whole = {mask for drawn in (first, second) for mask in drawn.masks if len(mask) > 1}
-    assert whole == {"###.##"}, "the first gap is of one step"
-    assert difference(first.picture, draw(case._replace(cache="none", ranks="1 rank")).picture) < 0.1
+    (whole,) = {mask for drawn in (first, second) for mask in drawn.masks if len(mask) > 1}
+    assert whole.startswith("###.#"), "the first gap is of one step"
+    assert difference(first.picture, draw(case.reference).picture) < 0.1
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import torch
 
 from compose.matrix import difference, footprint, modules_of, num_hooks, pipeline
 from pipelines import PIPELINES
+from ranks import Ranks
 from samovar import OffloadConfig, SequenceParallelConfig, apply_offload, attach
 from samovar.cache import TeaCacheBackend
 from samovar.hooks import HookRegistry
 from samovar.parallel import (
-    Ranks,
-    agreement,
+    Agreement,
     enable_sequence_parallel_for_model,
     make_mesh,
 )
@@ -33,7 +33,7 @@ SOME = list(zip(ORDERS, [*ORDERS[3:], *ORDERS[:3]], strict=True))
 def put_on(pipe: Any, feature: str) -> Callable[[], None]:
     """One feature through its own function; how it is taken off."""
     if feature == "cache":
-        backend = TeaCacheBackend(SCHEDULE, agreement(make_mesh(RING)))
+        backend = TeaCacheBackend(SCHEDULE, Agreement(make_mesh(RING)))
         handle = backend.enable(pipe)
         return lambda: handle.detach()
     if feature == "offload":

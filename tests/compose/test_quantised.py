@@ -9,8 +9,8 @@ import torch
 
 from offload.quantised import KINDS, pipeline_with, plain_flux
 from offload.test_quantised import LAYERWISE, draw
+from ranks import Ranks
 from samovar import attach
-from samovar.parallel import Ranks
 
 from .test_ahead import RANKS, small_layers_count
 

@@ -34,12 +34,6 @@ def test_errors_of_the_engine_have_a_code_each_and_travel_with_what_they_know() 
     assert (full.code, full.retry_after_s) == ("queue_full", 2.5)
 
 
-def test_the_error_of_a_rank_travels_with_its_rank() -> None:
-    sent = pickle.loads(pickle.dumps(errors.RankError(3, "rank 3 is gone")))
-    assert (sent.rank, str(sent)) == (3, "rank 3 is gone")
-    assert isinstance(sent, RuntimeError)
-
-
 @pytest.mark.parametrize(
     ("name", "known", "hint"),
     [

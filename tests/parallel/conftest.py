@@ -1,4 +1,4 @@
-"""Real processes over gloo, started once for all tests: starting them takes longer than most of what they do."""
+"""One world of each size for all tests."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from samovar.parallel import Ranks
+from ranks import Ranks
 
 OnRanks = Callable[..., list[Any]]
-Count = Callable[[str, object], None]
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,12 @@ def on_ranks(started: dict[int, Ranks]) -> OnRanks:
 
     def run(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         if num_ranks not in started or not started[num_ranks].is_running:  # A failed test ends its ranks.
-            started[num_ranks] = Ranks(num_ranks, backend="gloo", timeout_s=300.0, num_threads=1)
-        return started[num_ranks].call(function, *args, limit_s=900.0)
+            started[num_ranks] = Ranks(num_ranks)
+        return started[num_ranks].call(function, *args)
 
     return run
+
+
+def traces(model: torch.nn.Module) -> list[tuple[type, set[str]]]:
+    """What hooks would change."""
+    return [(type(module), set(vars(module))) for module in model.modules()]

@@ -21,13 +21,15 @@ from samovar.parallel import (
     remove_sequence_parallel,
 )
 from samovar.parallel.attention import AttentionCall, sdpa
-from samovar.parallel.capture import RareCall, attention_through, capturing
+from samovar.parallel.capture import attention_through, capturing
 from zoo import flux
 
 from . import models, toys
 from .conftest import OnRanks
 
 TENSORS = torch.randn(3, 1, 2, 4, 8)
+TWO = SequenceParallelConfig(ulysses_degree=2)
+eager: Any = torch.compiler.set_stance
 
 
 def nothing(call: AttentionCall) -> torch.Tensor:
@@ -43,8 +45,13 @@ def test_only_inside_and_only_here() -> None:
         thread.join()
         with attention_through(None):
             assert torch.equal(F.scaled_dot_product_attention(*TENSORS), sdpa(*TENSORS))
+        with capturing(lambda call: torch.zeros(2), everywhere=False):
+            assert F.scaled_dot_product_attention(*TENSORS).shape == (2,)
         assert F.scaled_dot_product_attention(*TENSORS).shape == (1,)
+        assert sdpa(*TENSORS).shape == TENSORS[0].shape
     assert torch.equal(elsewhere[0], sdpa(*TENSORS))
+    with pytest.raises(ZeroDivisionError), capturing(nothing, everywhere=True):
+        raise ZeroDivisionError
     assert F.scaled_dot_product_attention is sdpa, "torch is as it was"
 
 
@@ -61,23 +68,6 @@ def test_torch_s_own_function_is_seen_everywhere() -> None:
         with attention_through(None):
             assert sdpa(*TENSORS).shape == TENSORS[0].shape
     assert direct == [True, False], "the second call came the other way"
-    with capturing(nothing, everywhere=False):
-        assert sdpa(*TENSORS).shape == TENSORS[0].shape
-
-
-def test_an_error_leaves_nothing_behind() -> None:
-    with pytest.raises(ZeroDivisionError), capturing(nothing, everywhere=True):
-        raise ZeroDivisionError
-    assert F.scaled_dot_product_attention is sdpa
-    assert F.scaled_dot_product_attention(*TENSORS).shape == TENSORS[0].shape
-
-
-def test_one_inside_another() -> None:
-    with capturing(nothing, everywhere=False):
-        with capturing(lambda call: torch.zeros(2), everywhere=False):
-            assert F.scaled_dot_product_attention(*TENSORS).shape == (2,)
-        assert F.scaled_dot_product_attention(*TENSORS).shape == (1,)
-    assert F.scaled_dot_product_attention is sdpa
 
 
 def test_what_others_put_there_is_what_they_find_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,24 +87,24 @@ def test_what_others_put_there_is_what_they_find_again(monkeypatch: pytest.Monke
 # ------------------------------------------------------------------------------------------------ other attention
 
 
-def note(seen: list[Any]) -> Any:
-    def attend(call: AttentionCall | RareCall) -> Any:
+def test_flex_attention_without_a_mask_is_any_attention() -> None:
+    seen: list[AttentionCall] = []
+
+    def note(call: AttentionCall) -> Any:
         seen.append(call)
         with attention_through(None):
             return call.run_here()
 
-    return attend
-
-
-def test_flex_attention_without_a_mask_is_any_attention() -> None:
-    seen: list[Any] = []
-    eager: Any = torch.compiler.set_stance("force_eager")
     query, key, value = torch.randn(3, 1, 2, 6, 4)
-    with eager:
+    with eager("force_eager"):
         expected = torch_flex.flex_attention(query, key, value, scale=0.5)
-        with capturing(note(seen), everywhere=False):
-            torch.testing.assert_close(torch_flex.flex_attention(query, key, value, scale=0.5), expected)
-    assert isinstance(seen[0], AttentionCall)
+        with capturing(note, everywhere=False):
+            # As diffusers calls it.
+            found = torch_flex.flex_attention(
+                query=query, key=key, value=value, score_mod=None, block_mask=None, scale=0.5, return_lse=False
+            )
+    torch.testing.assert_close(found, expected)
+    assert not seen[0].rare
 
 
 @torch.no_grad()
@@ -126,8 +116,9 @@ def by_backend() -> list[float]:
     model.set_attention_backend("flex")
     bare = models.run(model, inputs)
     for settings in ({"ulysses_degree": 2}, {"ring_degree": 2}, {"allgather_degree": 2}):
-        with enable_sequence_parallel_for_model(model, SequenceParallelConfig(**settings)):
+        with enable_sequence_parallel_for_model(model, SequenceParallelConfig(**settings)) as sharding:
             found.append(float((models.run(model, inputs) - bare).abs().max()))
+            assert sharding.source == "_cp_plan"
         assert torch.equal(models.run(model, inputs), bare)
     model.set_attention_backend("native")  # diffusers makes a model's backend that of the process, too.
     return found
@@ -168,56 +159,36 @@ class BlockWithNetwork(toys.Block):
 
 
 @torch.no_grad()
-def compiled() -> str:
+def rare(is_flex: bool) -> tuple[str, float, str, str]:
+    """By a plan that splits the tokens of a rare attention, by the plan that is derived, and in compiled blocks."""
     torch.manual_seed(0)
-    model = toys.build()
-    model.blocks = torch.nn.ModuleList(BlockWithNetwork(lambda: RareAttention(True)) for _ in range(2))
-    enable_sequence_parallel_for_model(model.eval(), SequenceParallelConfig(ulysses_degree=2))
-    model(toys.tokens(14))
-    for block in model.blocks:
-        block.compile(backend="eager")
-    try:
-        model(toys.tokens(14))
-    except ShardingError as error:
-        return str(error)
-    return ""
+    model, tokens = toys.build(), toys.tokens(14)
+    model.blocks = torch.nn.ModuleList(BlockWithNetwork(lambda: RareAttention(is_flex)) for _ in range(2))
+    plan = {"": {"hidden_states": SequenceParallelInput(1)}, "proj_out": SequenceParallelOutput(1)}
+    with eager("force_eager"):
+        expected = model.eval()(tokens)
+        apply_sequence_parallel(model, TWO, plan)
+        with pytest.raises(ShardingError) as refused:
+            model(tokens)
+        remove_sequence_parallel(model, plan)
+        sharding = enable_sequence_parallel_for_model(model, TWO)
+        apart = max(float((model(tokens) - expected).abs().max()) for _ in range(2))
+    toys.compile_blocks(model)
+    with pytest.raises(ShardingError) as in_compiled:
+        model(tokens)
+    return str(refused.value), apart, sharding.source, str(in_compiled.value)
 
 
-def test_flex_attention_with_a_mask_is_refused_in_compiled_blocks(on_ranks: OnRanks) -> None:
-    """It would hold all scores at a time."""
-    assert all("would run uncompiled in compiled code. Run the blocks" in said for said in on_ranks(2, compiled))
-
-
-@torch.no_grad()
-def rare() -> list[tuple[str, float, str]]:
-    """By a plan that splits the tokens of a rare attention, and by the plan that is derived."""
-    found = []
-    two = SequenceParallelConfig(ulysses_degree=2)
-    eager: Any = torch.compiler.set_stance("force_eager")
-    for is_flex in (True, False):
-        torch.manual_seed(0)
-        model = toys.build()
-        model.blocks = torch.nn.ModuleList(BlockWithNetwork(lambda i=is_flex: RareAttention(i)) for _ in range(2))
-        plan = {"": {"hidden_states": SequenceParallelInput(1)}, "proj_out": SequenceParallelOutput(1)}
-        message = ""
-        with eager:
-            expected = model.eval()(toys.tokens(14))
-            apply_sequence_parallel(model, two, plan)
-            try:
-                model(toys.tokens(14))
-            except ShardingError as error:
-                message = str(error)
-            remove_sequence_parallel(model, plan)
-            sharding = enable_sequence_parallel_for_model(model, two)
-            apart = max(float((model(toys.tokens(14)) - expected).abs().max()) for _ in range(2))
-        found.append((message, apart, sharding.source))
-    return found
-
-
-def test_a_plan_that_splits_a_rare_attention_is_refused_by_name_and_another_found(on_ranks: OnRanks) -> None:
-    for flex, scores in on_ranks(2, rare):
-        assert "splits the tokens of flex attention with a mask" in flex[0]
-        assert "multiplies its scores, instead of AttnProcessor2_0" in scores[0]
-        for _, apart, source in (flex, scores):
-            assert apart <= 1e-5
-            assert source.startswith("derived inside blocks")
+@pytest.mark.parametrize(
+    ("is_flex", "name"),
+    [(True, "flex attention with a mask"), (False, "multiplies its scores, instead of AttnProcessor2_0")],
+)
+def test_rare_attention_is_refused_by_name_and_another_plan_found(is_flex: bool, name: str, on_ranks: OnRanks) -> None:
+    """In compiled blocks it would hold all scores at a time."""
+    for refused, apart, source, in_compiled in on_ranks(2, rare, is_flex):
+        assert "The plan splits the tokens of " in refused
+        assert name in refused
+        assert apart <= 1e-5
+        assert "split inside blocks" in source
+        assert name in in_compiled
+        assert "would run uncompiled in compiled code. Run the blocks" in in_compiled

@@ -57,8 +57,8 @@ def build(kind: str) -> toys.Transformer:
 
 KINDS = {
     "plain": "derived for blocks (split once)",
-    "rolling": "derived inside blocks",
-    "network alone": "derived inside blocks (attention shared)",
+    "rolling": "derived for blocks (split inside blocks)",
+    "network alone": "derived for blocks (split inside blocks, attention shared)",
     "nothing": "attention only",
 }
 

@@ -1,108 +1,185 @@
-"""Gathered, ring and Ulysses: every attention; the bytes of the textbook; the merge."""
+"""Attention on several ranks compared with one: every layout, mask and number of heads, the bytes of the textbook, and
+what is refused."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
+from samovar.core.errors import ShardingError, StrategyError
 from samovar.parallel import SequenceParallelConfig, make_mesh
 from samovar.parallel.attention import AttentionCall, compute_sharded
+from samovar.parallel.collectives import Group
 from samovar.parallel.layout import Layout, Partition, Segment
 from samovar.parallel.strategies import ROWS_AT_ONCE, attend_with_lse, merge, strategy_of
 
-from . import attentions
 from .conftest import OnRanks
+from .traffic import Traffic
+
+BATCH, WIDTH = 2, 4
+HeadCounts = tuple[tuple[int, int], ...]
+LAYOUTS = ("i", "ti", "it", "Ti", "tit")
+"""t: text on every rank; T: text that is split; i: image that is split."""
+MASKS = ("none", "keys", "keys here", "all", "queries here", "queries and keys here", "heads", "added", "causal")
+"""What a mask differs by; `here` if a rank has only its own rows or columns of it."""
+
+
+def layout(kinds: str, length: int, text: int) -> Layout:
+    segments = []
+    for kind in kinds:
+        partition = None if kind == "t" else Partition(length if kind == "i" else text, dist.get_world_size())
+        rows = text if partition is None else partition.tokens[dist.get_rank()]
+        segments.append(Segment(rows, partition))
+    return Layout(segments)
+
+
+def part(tensor: torch.Tensor, of: Layout, dim: int) -> torch.Tensor:
+    """This rank's rows of a whole tensor."""
+    pieces = tensor.split_with_sizes([rows if partition is None else partition.length for rows, partition in of], dim)
+    own = [
+        piece if partition is None else piece.split_with_sizes(partition.tokens, dim)[dist.get_rank()]
+        for piece, (_, partition) in zip(pieces, of, strict=True)
+    ]
+    return torch.cat(own, dim)
+
+
+def masks(kind: str, heads: int, queries: Layout, keys: Layout) -> tuple[Any, Any]:
+    """The mask of the whole attention, and the one that this rank gets."""
+    random = torch.Generator().manual_seed(7)
+    q, k = queries.length, keys.length
+    if kind in ("none", "causal"):
+        return None, None
+    if kind == "queries and keys here":
+        rows = torch.rand(BATCH, 1, q, 1, generator=random) > 0.2
+        columns = torch.rand(1, 1, 1, k, generator=random) > 0.3
+        columns[..., 0] = rows[..., 0, :] = True
+        return rows & columns, part(rows, queries, 2) & part(columns, keys, 3)
+    shape = {"keys": (BATCH, 1, 1, k), "keys here": (BATCH, 1, 1, k), "heads": (BATCH, heads, q, k)}.get(kind, (q, k))
+    if kind == "added":
+        added = torch.randn(shape, generator=random)
+        return added, added
+    mask = torch.rand(shape, generator=random) > 0.3
+    mask[..., 0] = True
+    if kind == "keys here":
+        return mask, part(mask, keys, -1)
+    return mask, part(mask, queries, -2) if kind == "queries here" else mask
+
+
+def cases(lengths: tuple[int, ...], head_counts: HeadCounts) -> Iterator[tuple[Any, ...]]:
+    for kinds, length, heads, mask in itertools.product(LAYOUTS, lengths, head_counts, MASKS):
+        yield kinds, kinds, length, heads, mask
+    for kinds, mask in itertools.product(("it", "ti"), ("none", "keys", "all")):  # Cross-attention.
+        yield *kinds, lengths[0], head_counts[0], mask
+
+
+def errors(degrees: dict[str, int], lengths: tuple[int, ...], head_counts: HeadCounts) -> dict[str, Any]:
+    """The greatest error of each case, or why it was refused."""
+    config = SequenceParallelConfig(**degrees)
+    mesh = make_mesh(config)
+    found: dict[str, Any] = {}
+    for kinds, other, length, (heads, key_heads), mask_kind in cases(lengths, head_counts):
+        text = 2 * mesh.sequence.size + 1 if "T" in kinds else 5
+        queries, keys = layout(kinds, length, text), layout(other, length, text)
+        random = torch.Generator().manual_seed(0)
+        query = torch.randn(BATCH, heads, queries.length, WIDTH, generator=random)
+        key, value = (torch.randn(BATCH, key_heads, keys.length, WIDTH, generator=random) for _ in range(2))
+        mask, own_mask = masks(mask_kind, heads, queries, keys)
+        more = {"is_causal": mask_kind == "causal", "enable_gqa": key_heads != heads}
+        expected = part(F.scaled_dot_product_attention(query, key, value, mask, **more), queries, 2)
+        own = part(query, queries, 2), part(key, keys, 2), part(value, keys, 2)
+        name = f"{kinds} to {other}, {length} tokens, {heads}/{key_heads} heads, mask: {mask_kind}"
+        try:
+            call = AttentionCall(*own, own_mask, **more)
+            output = compute_sharded(call, queries, keys, mesh.sequence, strategy_of(config, mesh))
+            found[name] = float((output - expected).abs().max())
+        except StrategyError as error:
+            found[name] = str(error)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("settings", "heads"),
+    ("degrees", "lengths", "heads"),
     [
-        ({"ulysses_degree": 2}, ((4, 4), (3, 3), (4, 2), (5, 1))),
-        ({"ulysses_degree": 2, "ring_degree": 2}, ((3, 3), (4, 2))),
-        ({"ulysses_degree": 4}, ((5, 5), (8, 2), (3, 3))),
+        ({"ulysses_degree": 2}, (11,), ((4, 4), (3, 3), (4, 2), (5, 1))),
+        ({"ulysses_degree": 2, "ring_degree": 2}, (23,), ((3, 3), (4, 2))),
+        ({"ulysses_degree": 4}, (23,), ((5, 5), (8, 2), (3, 3))),
+        ({"allgather_degree": 2}, (8, 11), ((4, 4), (3, 3), (4, 2))),
+        ({"ring_degree": 2}, (11,), ((3, 3), (4, 2))),
+        ({"ring_degree": 4}, (23,), ((3, 3), (4, 2))),
     ],
-    ids=["2", "2 x ring 2", "4"],
+    ids=str,
 )
-def test_ulysses_computes_every_attention(settings: dict[str, int], heads: Any, on_ranks: OnRanks) -> None:
-    size = settings["ulysses_degree"] * settings.get("ring_degree", 1)
-    for found in on_ranks(size, attentions.errors, settings, (8 * size // 2, 6 * size - 1)[-1:], heads):
+def test_every_attention(
+    degrees: dict[str, int], lengths: tuple[int, ...], heads: HeadCounts, on_ranks: OnRanks
+) -> None:
+    for found in on_ranks(math.prod(degrees.values()), errors, degrees, lengths, heads):
+        assert len(found) == len(list(cases(lengths, heads)))
         for name, apart in found.items():
-            if "3/3 heads" in name and settings["ulysses_degree"] == 4 and "to text" not in name:
+            if "3/3 heads" in name and degrees.get("ulysses_degree") == 4 and "to t," not in name:
                 assert "needs at least as many heads, but this attention has 3. Use gathered" in apart, name
             else:
                 assert not isinstance(apart, str), f"{name}: {apart}"
                 assert apart <= 1e-5, name
 
 
-def sent_bytes(
-    settings: dict[str, int], length: int, heads: int, width: int, text: int = 0
+# ------------------------------------------------------------------------------------------------ bytes
+
+
+def sent(
+    degrees: dict[str, int], length: int, heads: int, width: int, text: int = 0
 ) -> tuple[int, int, dict[str, int]]:
-    """What one attention of float32 sent from this rank, how many tokens it has, and the number of exchanges."""
-    config = SequenceParallelConfig(**settings)
+    """What one attention of float32 sends from this rank, how many tokens it has, and the number of exchanges."""
+    config = SequenceParallelConfig(**degrees)
     mesh = make_mesh(config)
-    partition = Partition(length, mesh.sequence.size)
-    rows = partition.tokens[mesh.sequence.index]
-    layout = Layout([*([Segment(text, None)] if text else []), Segment(rows, partition)])
-    call = AttentionCall(*torch.randn(3, 1, heads, text + rows, width))
-    mesh.traffic.reset()
-    compute_sharded(call, layout, layout, mesh.sequence, strategy_of(config, mesh, or_gathered=False))
-    return mesh.traffic.sent_bytes.total(), rows, dict(mesh.traffic.calls)
+    of = layout("ti" if text else "i", length, text)
+    call = AttentionCall(*torch.randn(3, 1, heads, of.rows, width))
+    with Traffic() as traffic:
+        compute_sharded(call, of, of, mesh.sequence, strategy_of(config, mesh))
+    traffic.calls.pop("recv", None)
+    return traffic.sent_bytes, of.rows - text, dict(traffic.calls)
 
 
 def test_ulysses_sends_the_bytes_of_the_textbook(on_ranks: OnRanks) -> None:
     """Of query, key and value a rank sends all but its own heads, of the output all but its own tokens; where all
     divides, that is 4 n/P h d (P - 1)/P numbers."""
     for length in (16, 18):
-        for total, rows, calls in on_ranks(4, sent_bytes, {"ulysses_degree": 4}, length, 8, 4):
+        for total, rows, calls in on_ranks(4, sent, {"ulysses_degree": 4}, length, 8, 4):
             assert total == 4 * (3 * rows * 6 * 4 + 2 * (length - rows) * 4)
             assert length == 18 or total == 4 * (4 * 4 * 8 * 4 * 3 // 4)
-            assert calls == {"all-to-all": 2}, "no sizes are exchanged"
-
-
-def test_ulysses_sends_of_replicated_rows_only_the_output(on_ranks: OnRanks) -> None:
-    """Every rank has the text, so only its output is sent: this rank's heads of it, to each of the others."""
-    for total, rows, calls in on_ranks(2, sent_bytes, {"ulysses_degree": 2}, 16, 4, 4, 5):
-        assert total == 4 * (4 * rows * 4 * 4 // 2) + 4 * (5 * 4 * 4 // 2)
-        assert calls == {"all-to-all": 2}
-
-
-def test_gathered_computes_every_attention(on_ranks: OnRanks) -> None:
-    for found in on_ranks(2, attentions.errors, {"allgather_degree": 2}, (8, 11), ((4, 4), (3, 3), (4, 2))):
-        assert len(found) > 270
-        assert all(isinstance(apart, float) for apart in found.values()), "nothing is refused"
-        assert max(found.values()) <= 1e-5, max(found, key=lambda name: found[name])
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_ring_computes_every_attention(size: int, on_ranks: OnRanks) -> None:
-    for found in on_ranks(size, attentions.errors, {"ring_degree": size}, (6 * size - 1,), ((3, 3), (4, 2))):
-        assert all(isinstance(apart, float) for apart in found.values()), "nothing is refused"
-        assert max(found.values()) <= 1e-5, max(found, key=lambda name: found[name])
+            assert calls == {"alltoall_base": 2}, "no sizes are exchanged"
 
 
 def test_ring_sends_the_bytes_of_the_textbook(on_ranks: OnRanks) -> None:
     """Keys and values go round in P - 1 turns: 2 n/P h d (P - 1) numbers, of whichever ranks they are."""
-    for total, rows, calls in on_ranks(4, sent_bytes, {"ring_degree": 4}, 16, 8, 4):
-        assert total == 4 * (2 * rows * 8 * 4 * 3)
-        assert calls == {"ring": 3}, "no sizes are exchanged"
-    uneven = on_ranks(4, sent_bytes, {"ring_degree": 4}, 18, 8, 4)
-    for rank, (total, _, _) in enumerate(uneven):
-        passed_on = sum(uneven[(rank - turn) % 4][1] for turn in range(3))
-        assert total == 4 * (2 * passed_on * 8 * 4)
-
-
-def test_ring_does_not_send_rows_that_every_rank_has(on_ranks: OnRanks) -> None:
-    for total, rows, _ in on_ranks(2, sent_bytes, {"ring_degree": 2}, 16, 4, 4, 5):
-        assert total == 4 * (2 * rows * 4 * 4)
+    for length in (16, 18):
+        by_rank = on_ranks(4, sent, {"ring_degree": 4}, length, 8, 4)
+        for rank, (total, _, calls) in enumerate(by_rank):
+            passed_on = sum(by_rank[(rank - turn) % 4][1] for turn in range(3))
+            assert total == 4 * (2 * passed_on * 8 * 4)
+            assert calls == {"send": 3}, "no sizes are exchanged"
 
 
 def test_gathered_sends_what_ring_sends(on_ranks: OnRanks) -> None:
-    for total, rows, calls in on_ranks(4, sent_bytes, {"allgather_degree": 4}, 16, 8, 4):
-        assert total == 4 * (2 * rows * 8 * 4 * 3)
-        assert calls == {"all-gather": 1}
+    for total, rows, calls in on_ranks(4, sent, {"allgather_degree": 4}, 16, 8, 4):
+        assert (total, calls) == (4 * (2 * rows * 8 * 4 * 3), {"allgather_base": 1})
+
+
+def test_rows_that_every_rank_has_are_not_sent(on_ranks: OnRanks) -> None:
+    """By Ulysses only their output is: this rank's heads of it, to each of the others."""
+    for total, rows, _ in on_ranks(2, sent, {"ring_degree": 2}, 16, 4, 4, 5):
+        assert total == 4 * (2 * rows * 4 * 4)
+    for total, rows, _ in on_ranks(2, sent, {"ulysses_degree": 2}, 16, 4, 4, 5):
+        assert total == 4 * (4 * rows * 4 * 4 // 2) + 4 * (5 * 4 * 4 // 2)
+
+
+# ------------------------------------------------------------------------------------------------ on one rank
 
 
 def test_parts_merge_to_the_whole() -> None:
@@ -110,34 +187,52 @@ def test_parts_merge_to_the_whole() -> None:
     mask = torch.rand(1, 1, 12, 12) > 0.4
     mask[..., 0, :6], mask[..., 1, 6:] = False, False  # Queries that see nothing of one part.
     mask[..., 0, 6] = mask[..., 1, 0] = True
-    whole = attend_with_lse(query, key, value, mask, None)
     parts = [attend_with_lse(query, key[:, :, s], value[:, :, s], mask[..., s], None) for s in (slice(6), slice(6, 12))]
     merged = merge(merge(None, parts[0], True), parts[1], True)
-    torch.testing.assert_close(merged, whole)
-    torch.testing.assert_close(
-        merged[0], torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    )
-
-
-def test_a_query_that_sees_no_key_gives_zero() -> None:
-    query, key, value = torch.randn(3, 1, 1, 4, 4)
-    nothing = attend_with_lse(query, key, value, torch.zeros(1, 1, 4, 4, dtype=torch.bool), None)
-    assert nothing[0].eq(0).all()
+    torch.testing.assert_close(merged, attend_with_lse(query, key, value, mask, None))
+    torch.testing.assert_close(merged[0], F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+    nothing = attend_with_lse(query, key, value, torch.zeros_like(mask), None)
     assert nothing[1].eq(-math.inf).all()
-    merged = merge(merge(None, nothing, True), nothing, True)
-    assert merged[0].eq(0).all()
+    assert merge(merge(None, nothing, True), nothing, True)[0].eq(0).all(), "a query that sees no key"
 
 
 def test_many_queries_are_taken_some_at_a_time() -> None:
-    query = torch.randn(1, 1, ROWS_AT_ONCE + 7, 4)
-    key, value = torch.randn(2, 1, 1, 6, 4)
+    query, (key, value) = torch.randn(1, 1, ROWS_AT_ONCE + 7, 4), torch.randn(2, 1, 1, 6, 4)
     mask = torch.randn(1, 1, ROWS_AT_ONCE + 7, 6)
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3)
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3)
     torch.testing.assert_close(attend_with_lse(query, key, value, mask, 0.3)[0], expected)
 
 
 def test_merging_in_half_precision() -> None:
-    query, key, value = torch.randn(3, 1, 1, 4, 4).to(torch.bfloat16)
-    part = attend_with_lse(query, key, value, None, None)
-    assert merge(None, part, True)[0].dtype == torch.float32
-    assert merge(None, part, False)[0].dtype == torch.bfloat16
+    part = attend_with_lse(*torch.randn(3, 1, 1, 4, 4).to(torch.bfloat16), None, None)
+    assert [merge(None, part, in_float32)[0].dtype for in_float32 in (True, False)] == [torch.float32, torch.bfloat16]
+
+
+def test_three_and_five_dimensions() -> None:
+    whole = Layout([Segment(6, None)])
+    for shape in ((3, 6, 4), (2, 3, 2, 6, 4)):
+        mask = torch.rand(6, 6) > 0.2
+        mask[:, 0] = True
+        made = AttentionCall(*(torch.randn(shape) for _ in range(3)), mask)
+        out = compute_sharded(made, whole, whole, Group((0,), 0, None), lambda a: a.attend(a.key, a.value, a.mask))
+        torch.testing.assert_close(out, made.run_here())
+
+
+def never(attention: object) -> torch.Tensor:
+    raise AssertionError("it should have been refused")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dropout_p": 0.1}, r"dropout_p=0\.1.*model\.eval"),
+        ({"attn_mask": torch.zeros(4, 4)}, "4 x 4 covers only the queries and keys of this rank"),
+        ({"attn_mask": torch.zeros(3, 8)}, "has 3 rows; expected 4, the queries on this rank, or 8"),
+        ({"attn_mask": torch.zeros(8, 5)}, "has 5 columns; expected 4, the keys on this rank, or 8"),
+    ],
+    ids=["dropout", "of one part", "rows", "columns"],
+)
+def test_what_is_ambiguous_is_refused(settings: dict[str, Any], message: str) -> None:
+    half, one_of_two = Layout([Segment(4, Partition(8, 2))]), Group((0, 1), 0, None)
+    with pytest.raises((StrategyError, ShardingError), match=message):
+        compute_sharded(AttentionCall(*torch.zeros(3, 1, 2, 4, 4), **settings), half, half, one_of_two, never)

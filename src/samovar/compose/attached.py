@@ -26,8 +26,8 @@ from ..graphs import GraphsHook, ReplayStats, apply_graphs
 from ..hooks import Handle, role_by_name
 from ..offload import OffloadConfig, Offloaded, OffloadStats, prepare_offload
 from ..parallel import (
+    Agreement,
     ParallelMesh,
-    agreement,
     apply_cfg_parallel,
     enable_sequence_parallel_for_model,
     make_mesh,
@@ -155,7 +155,7 @@ class Attached(Handle):
         if config.cache is not None:
             if config.cache.tuned_for is not None:
                 config.cache.tuned_for.check(self.pipe)
-            self.cache = config.cache.build(None if self.mesh is None else agreement(self.mesh))
+            self.cache = config.cache.build(None if self.mesh is None else Agreement(self.mesh))
         if config.compiles:
             self.regions = find_regions(self.denoisers)
         if config.offload is not None:
@@ -188,7 +188,7 @@ class Attached(Handle):
         if self.mesh is not None:
             for denoiser in self.denoisers.values():
                 undo.enter_context(apply_cfg_parallel(denoiser, self.mesh))
-                undo.enter_context(enable_sequence_parallel_for_model(denoiser, config.parallel, mesh=self.mesh))
+                undo.enter_context(enable_sequence_parallel_for_model(denoiser, config.parallel))
         undo.enter_context(divide_vaes(self.vaes, self.way))
         if config.attention is not None:
             for name, denoiser in self.denoisers.items():

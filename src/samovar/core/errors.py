@@ -7,7 +7,6 @@
     ├── DeclarationError (ValueError)     a declaration that does not fit the model it is about
     ├── HookConflictError (RuntimeError)  two hooks that cannot live on one module
     ├── ShardingError (RuntimeError)      a sharded forward that would have given a wrong result
-    ├── RankError (RuntimeError)          a rank that failed or died, and with it its group
     └── EngineError (RuntimeError)        a request that could not be served; `code` says why in one word
         ├── QueueFullError                too many requests are waiting: retry after `retry_after_s`
         ├── QueueTimeoutError             it waited longer than its deadline
@@ -73,14 +72,6 @@ class StrategyError(SettingError):
 
 class ShardingError(SamovarError, RuntimeError):
     """A sharded forward that would have given a wrong result."""
-
-
-class RankError(SamovarError, RuntimeError):
-    """A rank that failed or died, and with it the whole group."""
-
-    def __init__(self, rank: int, message: str) -> None:
-        super().__init__(message)
-        self.rank = rank
 
 
 class EngineError(SamovarError, RuntimeError):

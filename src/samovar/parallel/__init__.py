@@ -1,8 +1,11 @@
 """Splits a sequence, or the branches of guidance, over ranks."""
 
-from ..core.errors import RankError, ShardingError, StrategyError
+from ..core.errors import ShardingError, StrategyError
 from .cfg import CfgParallelHook, apply_cfg_parallel
-from .enable import (
+from .mesh import Agreement, ParallelMesh, SequenceParallelConfig, join_world, make_mesh
+from .plan import SequenceParallelInput, SequenceParallelModelPlan, SequenceParallelOutput, SequenceParallelPartialInput
+from .shard import SequenceParallelGatherHook, SequenceParallelSplitHook
+from .sharding import (
     Sharding,
     apply_sequence_parallel,
     disable_sequence_parallel_for_model,
@@ -10,16 +13,11 @@ from .enable import (
     remove_sequence_parallel,
     sharding_of,
 )
-from .launch import Ranks, join_world, launch
-from .mesh import ParallelMesh, SequenceParallelConfig, agreement, make_mesh
-from .plan import SequenceParallelInput, SequenceParallelModelPlan, SequenceParallelOutput, SequenceParallelPartialInput
-from .shard import SequenceParallelGatherHook, SequenceParallelSplitHook
 
 __all__ = [
+    "Agreement",
     "CfgParallelHook",
     "ParallelMesh",
-    "RankError",
-    "Ranks",
     "SequenceParallelConfig",
     "SequenceParallelGatherHook",
     "SequenceParallelInput",
@@ -30,13 +28,11 @@ __all__ = [
     "Sharding",
     "ShardingError",
     "StrategyError",
-    "agreement",
     "apply_cfg_parallel",
     "apply_sequence_parallel",
     "disable_sequence_parallel_for_model",
     "enable_sequence_parallel_for_model",
     "join_world",
-    "launch",
     "make_mesh",
     "remove_sequence_parallel",
     "sharding_of",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,50 +19,15 @@ from torch import Tensor
 
 from ..core.errors import ShardingError, StrategyError
 from .collectives import Group
-from .layout import Layout, Partition, Segment
+from .layout import Layout, Partition, Rows, Segment
 
 sdpa: Callable[..., Tensor] = F.scaled_dot_product_attention
 """torch's own function, whatever replaces it later."""
 
 
 @dataclass(frozen=True)
-class Attention:
-    """One attention over a group of ranks, as one of them sees it."""
-
-    query: Tensor
-    """(B, H, Q, D): rows that every rank has, then this rank's tokens."""
-    key: Tensor
-    value: Tensor
-    replicated_queries: int
-    replicated_keys: int
-    query_counts: tuple[int, ...]
-    """Number of tokens on each rank of the group."""
-    key_counts: tuple[int, ...]
-    mask: Tensor | None
-    """(B or 1, H or 1, 1 or all queries, all keys)."""
-    scale: float | None
-
-    def mask_of_own_rows(self, index: int) -> Tensor | None:
-        """The mask for the queries of the rank at this position of the group."""
-        if self.mask is None or self.mask.shape[2] == 1:
-            return self.mask
-        start = self.replicated_queries + sum(self.query_counts[:index])
-        tokens = self.mask.narrow(2, start, self.query_counts[index])
-        return torch.cat([self.mask[:, :, : self.replicated_queries], tokens], dim=2)
-
-    def attend(self, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """The attention of this rank's queries to these keys."""
-        is_grouped = self.query.shape[1] != key.shape[1]
-        return sdpa(self.query, key, value, attn_mask=mask, scale=self.scale, enable_gqa=is_grouped)
-
-
-Strategy = Callable[[Attention], Tensor]
-"""The output of this rank's queries, in their order."""
-
-
-@dataclass(frozen=True)
 class AttentionCall:
-    """A call of scaled dot product attention as the model made it."""
+    """A call of scaled dot product attention as the model made it, or of another that ranks cannot share."""
 
     query: Tensor
     key: Tensor
@@ -73,13 +39,50 @@ class AttentionCall:
     enable_gqa: bool = False
     is_direct: bool = False
     """Whether the model holds torch's own function."""
+    rare: str = ""
+    """The kind of attention, if ranks cannot share it."""
+    compute: Callable[[], Any] | None = None
+    """Computes it, if it is rare."""
 
-    def run_here(self) -> Tensor:
+    def run_here(self) -> Any:
         """Compute it as it is."""
+        if self.compute is not None:
+            return self.compute()
+        mask, gqa = self.attn_mask, self.enable_gqa
         return sdpa(
-            self.query, self.key, self.value, self.attn_mask, self.dropout_p, self.is_causal,
-            scale=self.scale, enable_gqa=self.enable_gqa,
-        )  # fmt: skip
+            self.query, self.key, self.value, mask, self.dropout_p, self.is_causal, scale=self.scale, enable_gqa=gqa
+        )
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention over a group of ranks, as one of them sees it."""
+
+    query: Tensor
+    """(B, H, Q, D): rows that every rank has, then this rank's tokens."""
+    key: Tensor
+    value: Tensor
+    queries: Rows
+    keys: Rows
+    mask: Tensor | None
+    """(B or 1, H or 1, 1 or all queries, all keys)."""
+    scale: float | None
+
+    def mask_of(self, index: int) -> Tensor | None:
+        """The mask for the queries of the rank at this position of the group."""
+        if self.mask is None or self.mask.shape[2] == 1:
+            return self.mask
+        tokens = self.mask.narrow(2, self.queries.start(index), self.queries.counts[index])
+        return torch.cat([self.mask[:, :, : self.queries.replicated], tokens], dim=2)
+
+    def attend(self, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """The attention of this rank's queries to these keys."""
+        is_grouped = self.query.shape[1] != key.shape[1]
+        return sdpa(self.query, key, value, attn_mask=mask, scale=self.scale, enable_gqa=is_grouped)
+
+
+Strategy = Callable[[Attention], Tensor]
+"""The output of this rank's queries, in their order."""
 
 
 def compute_sharded(call: AttentionCall, queries: Layout, keys: Layout, group: Group, strategy: Strategy) -> Tensor:
@@ -91,15 +94,13 @@ def compute_sharded(call: AttentionCall, queries: Layout, keys: Layout, group: G
     # One batch and one head dimension; without batch, a first dimension counts as heads.
     query, key, value = (t.reshape(-1, *(1, 1, *t.shape)[-3:]) for t in (call.query, call.key, call.value))
     attention = Attention(
-        query=_local(query, 2, queries),
-        key=_local(key, 2, keys),
-        value=_local(value, 2, keys),
-        replicated_queries=queries.num_replicated,
-        replicated_keys=keys.num_replicated,
-        query_counts=queries.counts(group.size),
-        key_counts=keys.counts(group.size),
-        mask=_mask(call, queries, keys, group),
-        scale=call.scale,
+        queries.local(query, 2),
+        keys.local(key, 2),
+        keys.local(value, 2),
+        queries.over(group.size),
+        keys.over(group.size),
+        _mask(call, queries, keys, group),
+        call.scale,
     )
     output, order = strategy(attention), queries.local_order(query.device)
     output = output if order is None else output.index_select(2, order.argsort())
@@ -109,34 +110,24 @@ def compute_sharded(call: AttentionCall, queries: Layout, keys: Layout, group: G
 def share_queries(call: AttentionCall, group: Group, strategy: Strategy) -> Tensor:
     """An attention that every rank has all of: each computes some of the queries, and they exchange the outputs."""
     partition = Partition(call.query.shape[-2], group.size)
-    count = partition.tokens[group.index]
-    own = replace(call, query=call.query.narrow(-2, partition.start(group.index), count))
-    keys = Layout([Segment(call.key.shape[-2], None)])
-    output = compute_sharded(own, Layout([Segment(count, partition)]), keys, group, strategy)
-    return torch.cat(group.gather_rows([output], partition.tokens, dim=-2)[0], dim=-2)
+    own = replace(call, query=call.query.split_with_sizes(partition.tokens, -2)[group.index])
+    queries = Layout([Segment(own.query.shape[-2], partition)])
+    output = compute_sharded(own, queries, Layout([Segment(call.key.shape[-2], None)]), group, strategy)
+    return group.gather(output, partition.tokens, dim=-2).contiguous()
 
 
 def of_all_ranks(tensor: Tensor, dim: int, layout: Layout, group: Group) -> Tensor:
     """The rows along a dimension that every rank has, then the tokens of rank 0, 1, and so on."""
-    replicated, own = _local(tensor, dim, layout).tensor_split([layout.num_replicated], dim)
-    return torch.cat([replicated, *group.gather_rows([own], layout.counts(group.size), dim)[0]], dim)
-
-
-def _local(tensor: Tensor, dim: int, layout: Layout) -> Tensor:
-    """A tensor of this rank, the replicated rows first."""
-    order = layout.local_order(tensor.device)
-    return tensor if order is None else tensor.index_select(dim, order)
-
-
-# ------------------------------------------------------------------------------------------------ masks
+    replicated, own = layout.local(tensor, dim).tensor_split([layout.num_replicated], dim)
+    return torch.cat([replicated, group.gather(own, layout.over(group.size).counts, dim)], dim)
 
 
 def _mask(call: AttentionCall, queries: Layout, keys: Layout, group: Group) -> Tensor | None:
     """The mask with a column for each key of all ranks, and one row or one for each query of all ranks."""
+    mask = call.attn_mask
     if call.is_causal:
         columns, rows = (torch.arange(layout.length, device=call.query.device) for layout in (keys, queries))
-        return _ordered((columns <= rows[:, None])[None, None], queries, keys, group)
-    mask = call.attn_mask
+        mask = columns <= rows[:, None]
     if mask is None:
         return None
     if mask.ndim > 4:
@@ -150,28 +141,26 @@ def _mask(call: AttentionCall, queries: Layout, keys: Layout, group: Group) -> T
                 "rank, so how its queries see the keys of other ranks is unknown. Give it all "
                 f"{keys.length} keys: do not split its last dimension in the plan."
             )
-        mask = _ordered(rows, queries, None, group) & _ordered(columns, None, keys, group)
-        return mask
+        return _whole(rows, 2, queries, group) & _whole(columns, 3, keys, group)
     if keys.is_sharded and mask.shape[3] == keys.length + keys.rows:
         # diffusers' Attention pads a mask that has fewer columns than there are keys.
         mask = mask[..., : keys.length]
-    mask = _ordered(mask, queries if mask.shape[2] > 1 else None, keys if mask.shape[3] > 1 else None, group)
+    mask = _whole(_whole(mask, 2, queries, group), 3, keys, group)
     return mask.expand(*mask.shape[:3], keys.length)
 
 
-def _ordered(mask: Tensor, queries: Layout | None, keys: Layout | None, group: Group) -> Tensor:
-    """The mask's rows and columns of all ranks, in their order; those without a layout stay as they are."""
-    for dim, layout, what, of in ((2, queries, "rows", "queries"), (3, keys, "columns", "keys")):
-        if layout is None:
-            continue
-        if mask.shape[dim] == layout.length:
-            order = layout.order(group.size, mask.device)
-            mask = mask if order is None else mask.index_select(dim, order)
-        elif mask.shape[dim] == layout.rows:
-            mask = of_all_ranks(mask, dim, layout, group)
-        else:
-            raise ShardingError(
-                f"An attention mask has {mask.shape[dim]} {what}; expected {layout.rows}, the {of} on this rank, or "
-                f"{layout.length}, those on all ranks. Leave the mask out of the plan, or split it like its {of}."
-            )
-    return mask
+def _whole(mask: Tensor, dim: int, layout: Layout, group: Group) -> Tensor:
+    """A mask with the rows (dimension 2) or columns (3) of all ranks, in their order; a single one stays as it is."""
+    count = mask.shape[dim]
+    if count == layout.length:
+        order = layout.order(mask.device)
+        return mask if order is None else mask.index_select(dim, order)
+    if count == 1:
+        return mask
+    if count == layout.rows:
+        return of_all_ranks(mask, dim, layout, group)
+    what, of = ("rows", "queries") if dim == 2 else ("columns", "keys")
+    raise ShardingError(
+        f"An attention mask has {count} {what}; expected {layout.rows}, the {of} on this rank, or {layout.length}, "
+        f"those on all ranks. Leave the mask out of the plan, or split it like its {of}."
+    )

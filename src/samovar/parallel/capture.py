@@ -19,7 +19,7 @@ import pkgutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,18 +30,7 @@ from ..core.errors import ShardingError
 from ..hooks.handle import for_now
 from .attention import AttentionCall, sdpa
 
-
-@dataclass(frozen=True)
-class RareCall:
-    """An attention of which every rank must have all tokens."""
-
-    name: str
-    query: Tensor
-    key: Tensor
-    run_here: Callable[[], Any]
-
-
-Attend = Callable[[AttentionCall | RareCall], Any]
+Attend = Callable[[AttentionCall], Any]
 """Called in place of an attention."""
 
 
@@ -54,27 +43,23 @@ _lock = threading.Lock()
 _num_inside = 0
 
 
-def _read_attention(own: Any, *args: Any, **kwargs: Any) -> AttentionCall:
-    return AttentionCall(*args, **kwargs)
+def _read_flex(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any = None, block_mask: Any = None,
+    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, **others: Any,
+) -> AttentionCall:  # fmt: skip
+    others.pop("kernel_options", None)
+    is_plain = score_mod is None and block_mask is None and not return_lse and not any(others.values())
+    rare = "" if is_plain else "flex attention with a mask, a function of its scores, or its log-sum-exp returned"
+    return AttentionCall(query, key, value, scale=scale, enable_gqa=enable_gqa, rare=rare)
 
 
-def _read_flex(own: Any, *args: Any, **kwargs: Any) -> AttentionCall | RareCall:
-    names = "query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse"
-    given = {name: value for name, value in (*zip(names, args, strict=False), *kwargs.items()) if value is not None}
-    given.pop("kernel_options", None)
-    if given.keys() <= {"query", "key", "value", "scale", "enable_gqa"}:
-        return AttentionCall(**given)
-    name = "flex attention with a mask, a function of its scores, or its log-sum-exp returned"
-    return RareCall(name, given["query"], given["key"], functools.partial(own, *args, **kwargs))
+def _read_scores(module: Any, query: Tensor, key: Tensor, *others: Any, **more: Any) -> AttentionCall:
+    rare = "attention by a processor that multiplies its scores, instead of AttnProcessor2_0"
+    return AttentionCall(query, key, key, rare=rare)
 
 
-def _read_scores(own: Any, module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> RareCall:
-    run = functools.partial(own, module, query, key, *args, **kwargs)
-    return RareCall("attention by a processor that multiplies its scores, instead of AttnProcessor2_0", query, key, run)
-
-
-_READERS: dict[tuple[str, str], Callable[..., AttentionCall | RareCall]] = {
-    ("torch.nn.functional", "scaled_dot_product_attention"): _read_attention,
+_READERS: dict[tuple[str, str], Callable[..., AttentionCall]] = {
+    ("torch.nn.functional", "scaled_dot_product_attention"): AttentionCall,
     ("torch.nn.attention.flex_attention", "flex_attention"): _read_flex,
     ("diffusers.models.attention_processor:Attention", "get_attention_scores"): _read_scores,
 }
@@ -84,24 +69,24 @@ _replaced: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 @functools.cache
-def _wrapped(own: Callable[..., Any], read: Callable[..., AttentionCall | RareCall]) -> Callable[..., Any]:
+def _wrapped(own: Callable[..., Any], read: Callable[..., AttentionCall]) -> Callable[..., Any]:
     """Takes a function's place. Compiled code breaks its graph there. Made on first use: torch's compiler takes seconds
     to load."""
 
-    def call(is_compiled: bool, args: Any, kwargs: Any) -> Any:
+    def run(is_compiled: bool, args: Any, kwargs: Any) -> Any:
         attend = _running.attend
         if attend is None:
             return own(*args, **kwargs)
-        asked = read(own, *args, **kwargs)
-        if is_compiled and isinstance(asked, RareCall):
+        call = read(*args, **kwargs)
+        if is_compiled and call.rare:
             raise ShardingError(
-                f"{asked.name} would run uncompiled in compiled code. Run the blocks uncompiled on several ranks, or "
+                f"{call.rare} would run uncompiled in compiled code. Run the blocks uncompiled on several ranks, or "
                 "compiled on one."
             )
-        return attend(asked)
+        return attend(replace(call, compute=functools.partial(own, *args, **kwargs)) if call.rare else call)
 
     disable: Any = torch.compiler.disable
-    outside_graph = disable(call)
+    outside_graph = disable(run)
     return lambda *args, **kwargs: outside_graph(torch.compiler.is_compiling(), args, kwargs)
 
 

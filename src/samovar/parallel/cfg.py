@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +24,13 @@ from torch.utils._pytree import tree_map
 from ..arch.modules import parameters_of, unwrapped
 from ..core import nested
 from ..core.errors import HookConflictError
-from ..hooks import Handle, HookRegistry, current_context, install_hook, role_by_name
+from ..hooks import BranchHook, Handle, HookRegistry, current_context, install_hook, role_by_name
 from ..hooks.handle import for_now
 from ..trace.shadow import TrialFailed, trial
 from .collectives import Group
 from .layout import spread
 from .mesh import ParallelMesh, join
-from .shard import ModelCallHook
+from .shard import AroundHook
 
 HOOK = "cfg_parallel"
 
@@ -94,15 +94,15 @@ class DeferredTensor(Tensor):
 
 @dataclass
 class _Pending:
-    """A call whose output has not been exchanged."""
+    """A tensor that has not been exchanged."""
 
     owner: int
-    tensors: list[Tensor]
-    """On the owner the output itself, elsewhere tensors of the same shapes without data."""
+    tensor: Tensor
+    """On the owner the tensor itself, elsewhere one of the same shape, with any values."""
     is_done: bool = False
 
 
-class CfgParallelHook(ModelCallHook):
+class CfgParallelHook(AroundHook):
     """Lets each rank compute its own branches."""
 
     num_split = 0
@@ -111,8 +111,9 @@ class CfgParallelHook(ModelCallHook):
     """Calls that this rank left to others."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
-        super().__init__(self._split_or_defer)
+        super().__init__(self._call)
         self.mesh = mesh
+        self._branch_hook = BranchHook()
         self._parameters: Sequence[str] = ()
         self._forms: dict[Any, Any] = {}
         """By the shapes of the inputs: an output, its tensors without data."""
@@ -130,20 +131,29 @@ class CfgParallelHook(ModelCallHook):
 
     def initialize_hook(self, module: Module) -> Module:
         self._parameters = tuple(parameters_of(module))
-        return super().initialize_hook(module)
+        return self._branch_hook.initialize_hook(module)
 
     def reset_state(self, module: Module) -> Module:
         self._begin(None)
         self._pending, self.mesh.branches.agreed = [], None
         return module
 
+    def _call(self, module: Module, args: Any, kwargs: Any) -> Any:
+        self._branch_hook.pre_forward(module, *args, **kwargs)
+        try:
+            return self._split_or_defer(module, args, kwargs)
+        finally:
+            self._branch_hook.post_forward(module, None)
+
     def _split_or_defer(self, module: Module, args: Any, kwargs: Any) -> Any:
-        size, run = self._batch_size(args, kwargs), partial(module, *args, **kwargs)
-        if size is not None and size >= self.mesh.cfg.size and self._can_split(module, size, args, kwargs):
+        given = args, kwargs
+        batch, signature = _Batch(self._batch_size(args, kwargs), self.mesh.cfg), nested.signature(given)
+        if batch.size >= self.mesh.cfg.size and self._can_split(module, batch, given, signature):
             self.num_split += 1
+            args, kwargs = batch.own(given)
             with for_now(self.mesh.branches, splits_batch=True):
-                return _split_batch(module, size, self.mesh.cfg, args, kwargs)
-        return self._one_branch(run, nested.signature((args, kwargs)), next(nested.tensors((args, kwargs))).device)
+                return batch.joined(module(*args, **kwargs))
+        return self._one_branch(partial(module, *args, **kwargs), signature, next(nested.tensors(given)).device)
 
     # ---------------------------------------------------------------------------------------- one call per branch
 
@@ -179,105 +189,109 @@ class CfgParallelHook(ModelCallHook):
         else:
             output = nested.map_tensors(partial(torch.empty_like, device=device), form)
             self.num_deferred += 1
-        pending = _Pending(index % size, list(nested.tensors(output)))
-        self._pending.append(pending)
-        places = iter(range(len(pending.tensors)))
-        return nested.map_tensors(
-            lambda tensor: DeferredTensor(tensor, partial(self._fetch, pending, next(places))), output
-        )
+
+        def deferred(tensor: Tensor) -> Tensor:
+            pending = _Pending(index % size, tensor)
+            self._pending.append(pending)
+            return DeferredTensor(tensor, partial(self._fetch, pending))
+
+        return nested.map_tensors(deferred, output)
 
     def _end_step(self) -> None:
         """Forget what the ranks agreed on. All of them get here alike; first they exchange what is pending."""
         self._exchange()
         self._last, self.mesh.branches.agreed = -1, None
 
-    def _fetch(self, pending: _Pending, place: int) -> Tensor:
+    def _fetch(self, pending: _Pending) -> Tensor:
         if not pending.is_done:
             self._exchange()
-        return pending.tensors[place]
+        return pending.tensor
 
     def _exchange(self) -> None:
         """Send what this rank has computed since the last exchange, and get the rest."""
         waiting, self._pending = self._pending, []
         if waiting:
-            join(self.mesh, waiting[0].tensors[0].device)
+            join(self.mesh, waiting[0].tensor.device)
         for pending in waiting:
-            pending.tensors = [self.mesh.cfg.broadcast(tensor, pending.owner) for tensor in pending.tensors]
+            pending.tensor = self.mesh.cfg.broadcast(pending.tensor, pending.owner)
             pending.is_done = True
 
     # ---------------------------------------------------------------------------------------- a batch of branches
 
-    def _batch_size(self, args: Any, kwargs: Any) -> int | None:
-        """Number of items in the sample."""
+    def _batch_size(self, args: Any, kwargs: Any) -> int:
+        """Number of items in the sample; 0 if it has no batch."""
         for name, value in (*zip(self._parameters, args, strict=False), *kwargs.items()):
-            if role_by_name(name) != "conditioning":
-                if isinstance(value, Tensor) and value.ndim >= 2:
-                    return value.shape[0]
-                if isinstance(value, list) and value and isinstance(value[0], Tensor):
-                    return len(value)
-        return None
+            is_batch = (isinstance(value, Tensor) and value.ndim >= 2) or _is_list_of_tensors(value)
+            if is_batch and role_by_name(name) != "conditioning":
+                return len(value)
+        return 0
 
-    def _can_split(self, module: Module, size: int, args: Any, kwargs: Any) -> bool:
+    def _can_split(self, module: Module, batch: _Batch, given: tuple[Any, Any], signature: Hashable) -> bool:
         """Whether all ranks get from parts of such a batch what they get from the whole. The trial is not a step of the
         run: it runs without other hooks, so that they keep nothing of it."""
-        signature, group = nested.signature((args, kwargs)), self.mesh.cfg
         if signature not in self._splits:
-            run = partial(self.call_original, module)
-            whole, failed = run(*args, **kwargs), False
+            whole, own = self.call_original(module, *given[0], **given[1]), None
             try:
-                with trial((args, kwargs)):
-                    _run_own(run, size, group, args, kwargs)
+                with trial(given):
+                    args, kwargs = batch.own(given)
+                    own = self.call_original(module, *args, **kwargs)
             except TrialFailed:
-                failed = True
-            self._splits[signature] = not group.max(float(failed), whole) and not group.difference(
-                _split_batch(run, size, group, args, kwargs), whole
-            )
+                pass
+            has_failed = batch.group.max(float(own is None), whole)
+            self._splits[signature] = not has_failed and not batch.group.difference(batch.joined(own), whole)
         return self._splits[signature]
 
 
-def _run_own(run: Callable[..., Any], size: int, group: Group, args: Any, kwargs: Any) -> Any:
-    """Run this rank's part of a batch, wherever in a value it is."""
-    counts = spread(size, group.size)
-    start, count = sum(counts[: group.index]), counts[group.index]
+class _Batch(NamedTuple):
+    """A batch that ranks share."""
 
-    def own(value: Any) -> Any:
+    size: int
+    group: Group
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of items on each rank."""
+        return spread(self.size, self.group.size)
+
+    def own(self, value: Any) -> Any:
+        """A value with this rank's items, wherever they are in it."""
         if isinstance(value, Tensor):
-            return value.narrow(0, start, count) if value.ndim and value.shape[0] == size else value
+            return (
+                value.split_with_sizes(self.counts)[self.group.index]
+                if value.ndim and len(value) == self.size
+                else value
+            )
         if isinstance(value, dict):
-            return {key: own(part) for key, part in value.items()}
+            return {key: self.own(part) for key, part in value.items()}
         # A list may also hold tensors of whole batches, one per layer, say.
-        is_batch = isinstance(value, list) and len(value) == size
-        if is_batch and not all(isinstance(t, Tensor) and t.ndim > 1 and t.shape[0] == size for t in value):
-            return value[start : start + count]
-        return type(value)(map(own, value)) if type(value) in (list, tuple) else value
+        is_batch = isinstance(value, list) and len(value) == self.size
+        if is_batch and not all(isinstance(t, Tensor) and t.ndim > 1 and len(t) == self.size for t in value):
+            start = sum(self.counts[: self.group.index])
+            return value[start : start + self.counts[self.group.index]]
+        return type(value)(map(self.own, value)) if type(value) in (list, tuple) else value
 
-    return run(*own(args), **own(kwargs))
-
-
-def _split_batch(run: Callable[..., Any], size: int, group: Group, args: Any, kwargs: Any) -> Any:
-    """Run this rank's part of a batch; the output with the items of all ranks."""
-    counts = spread(size, group.size)
-    count = counts[group.index]
-
-    def gathered(tensor: Tensor) -> Tensor:
-        is_own = tensor.ndim and tensor.shape[0] == count
-        return torch.cat(group.gather_rows([tensor], counts, dim=0)[0]) if is_own else tensor
-
-    def whole(value: Any) -> Any:
+    def joined(self, value: Any) -> Any:
+        """An output with the items of all ranks."""
+        count = self.counts[self.group.index]
         if isinstance(value, tuple) and not hasattr(value, "_fields"):
-            return tuple(map(whole, value))
-        is_batch = isinstance(value, list) and len(value) == count
-        if is_batch and all(isinstance(item, Tensor) and item.shape == value[0].shape for item in value):
-            return list(gathered(torch.stack(value)))
+            return tuple(map(self.joined, value))
+        if _is_list_of_tensors(value) and len(value) == count and len({item.shape for item in value}) == 1:
+            return list(self.group.gather(torch.stack(value), self.counts, dim=0))
+
+        def gathered(tensor: Tensor) -> Tensor:
+            is_own = tensor.ndim and len(tensor) == count
+            return self.group.gather(tensor, self.counts, dim=0) if is_own else tensor
+
         return nested.map_tensors(gathered, value)
 
-    return whole(_run_own(run, size, group, args, kwargs))
+
+def _is_list_of_tensors(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Tensor)
 
 
 def apply_cfg_parallel(model: Module, mesh: ParallelMesh) -> Handle:
     """Spread the branches of a model over the ranks of the mesh; nothing is attached for a single one."""
-    model = unwrapped(model)
-    undo = contextlib.ExitStack()
+    model, undo = unwrapped(model), contextlib.ExitStack()
     if mesh.cfg.size > 1:
         if HOOK in HookRegistry.get_or_create(model):
             raise HookConflictError(

@@ -13,8 +13,9 @@ token, such as a rotary embedding, and is split with the tokens; the rest stays 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,17 +32,20 @@ from ..core.errors import ModelError
 from ..trace.shadow import TrialFailed, trial
 from ..trace.watch import BlockCall, Watcher
 from .attention import AttentionCall
-from .capture import RareCall, attention_through, capturing
+from .capture import attention_through, capturing
 from .plan import (
     InputTree,
     SequenceParallelInput,
     SequenceParallelModelPlan,
     SequenceParallelOutput,
     SequenceParallelPartialInput,
+    inputs_in,
 )
 
 _TEXT = ("encoder", "text", "context", "txt", "prompt", "und_")
 """Words in the names of arguments that hold conditioning."""
+_MIXED: Any = object()
+"""Stands for a table of which an entry changes several tokens."""
 
 
 class Candidate(NamedTuple):
@@ -53,24 +57,54 @@ class Candidate(NamedTuple):
     """Whether ranks share the work of attentions whose tokens are not split."""
 
 
+@dataclass(frozen=True)
+class Split:
+    """One way to split a module."""
+
+    inputs: Mapping[str, InputTree]
+    """What to split, as in a plan: the parameter that carries the tokens, then those with an entry per token."""
+    outputs: Any
+    """What to gather, in the form of a plan."""
+    dim: int
+    length: int
+    """Number of tokens."""
+    attends: bool
+    """Whether its tokens meet in attention."""
+
+
+class Site(NamedTuple):
+    """Blocks of a stack, or the modules of one name in them, and how to split them."""
+
+    stack: str
+    pattern: str
+    paths: Sequence[str]
+    """In the order in which they ran."""
+    split: Split
+
+
 def candidates(
     model: Module, anatomy: Anatomy, watched: Watcher, size: int, rejected: dict[str, str]
 ) -> Iterator[Candidate]:
     """Plans derived from what a forward did with the blocks. `rejected` gets the reason for each stack that has none.
     All ranks get the same, in the same order."""
     ran = [stack for stack in anatomy.stacks if any(path in watched.calls for path in stack.block_paths)]
-    yield from _of_blocks(model, ran, watched, size, rejected)
-    alone = [stack for stack in ran if not _runs_between_others(stack, ran, watched)]
-    for attends in (True, False):
-        source = "derived inside blocks" if attends else "derived inside blocks (attention shared)"
-        for stacks in (ran, *([alone] if 0 < len(alone) < len(ran) else [])):
-            plan: SequenceParallelModelPlan = {}
-            for stack in stacks:
-                with _noting_failure(rejected, f"{source}: {stack.path}"):
-                    plan |= in_block_plan(model, stack, watched, size, attends=attends)
-            if plan:
-                of = "" if stacks is ran else f" of {', '.join(stack.path for stack in stacks)}"
-                yield Candidate(f"{source}{of}", plan, shares_attention=True)
+    for find, ways in (
+        (_whole_blocks, {"split once": False, "split at each block": True}),
+        (partial(_inside_blocks, attends=True), {"split inside blocks": True}),
+        (partial(_inside_blocks, attends=False), {"split inside blocks, attention shared": True}),
+    ):
+        found: list[list[Site]] = []
+        for stack in ran:
+            with _noting_failure(rejected, f"{stack.path} ({next(iter(ways))})"):
+                found.append(find(model, stack, watched, size))
+        longest = max((sites[0].split.length for sites in found), default=0)
+        found = [sites for sites in found if 2 * sites[0].split.length >= longest]
+        alone = [[sites] for sites in reversed(found)] if len(found) > 1 else []
+        for group in [found, *alone] if found else []:
+            names = ", ".join(sites[0].stack for sites in group)
+            for how, each_block in ways.items():
+                plan = _plan_of(itertools.chain.from_iterable(group), each_block=each_block)
+                yield Candidate(f"derived for {names} ({how})", plan, shares_attention=find is not _whole_blocks)
     # A model that cannot be split anywhere can still share the work of its attentions.
     yield Candidate("attention only", {}, shares_attention=True)
 
@@ -85,121 +119,78 @@ def _noting_failure(rejected: dict[str, str], source: str) -> Iterator[None]:
         rejected[source] = str(error)
 
 
-def _runs_between_others(stack: BlockStack, stacks: Sequence[BlockStack], watched: Watcher) -> bool:
-    """Whether a stack first runs after another has begun and before it has ended: it changes other values than the
-    tokens."""
-    moments = [[i for i, path in enumerate(watched.blocks) if path in other.block_paths] for other in (stack, *stacks)]
-    own, *others = moments
-    return any(other[0] < own[0] < other[-1] for other in others)
+def _plan_of(sites: Iterable[Site], *, each_block: bool) -> SequenceParallelModelPlan:
+    """Split around each module, or at the first one, and gather after the last."""
+    plan: SequenceParallelModelPlan = {}
+    for _, pattern, paths, split in sites:
+        if each_block or len(set(paths)) == 1:
+            plan |= {pattern: split.inputs, **dict.fromkeys(paths, split.outputs)}
+            continue
+        (stream, spec), *tables = split.inputs.items()
+        plan |= {paths[0]: {stream: spec}, **({pattern: dict(tables)} if tables else {}), paths[-1]: split.outputs}
+    return plan
 
 
-# ------------------------------------------------------------------------------------------------ whole blocks
+# ------------------------------------------------------------------------------------------------ where to split
 
 
-def _of_blocks(
-    model: Module, stacks: Sequence[BlockStack], watched: Watcher, size: int, rejected: dict[str, str]
-) -> Iterator[Candidate]:
-    """Plans for the stacks with the longest sequences: all of them or one; split once, or at each block."""
-    splits: list[tuple[BlockStack, Split]] = []
-    for stack in stacks:
-        with _noting_failure(rejected, stack.path):
-            splits.append((stack, split_stack(model, stack, watched, size)))
-    longest = max((split.length for _, split in splits), default=0)
-    splits = [(stack, split) for stack, split in splits if 2 * split.length >= longest]
-    for chosen in [splits, *([one] for one in reversed(splits) if len(splits) > 1)] if splits else []:
-        for how, each_block in {"split once": False, "split at each block": True}.items():
-            plan: SequenceParallelModelPlan = {}
-            for stack, split in chosen:
-                plan |= stack_plan(stack, split, watched, each_block=each_block)
-            yield Candidate(f"derived for {', '.join(stack.path for stack, _ in chosen)} ({how})", plan)
-
-
-def split_stack(model: Module, stack: BlockStack, watched: Watcher, size: int) -> Split:
+def _whole_blocks(model: Module, stack: BlockStack, watched: Watcher, size: int) -> list[Site]:
     """How to split the blocks of a stack, found by trying the first one."""
-    first = _paths(stack, watched)[0]
-    block = unwrapped(model.get_submodule(first))
-    tried = Trial(block, watched.calls[first])
-    splits = tried.splits(size) if tried.attends else []
-    if not splits:
+    paths = [path for path in watched.blocks if path in stack.block_paths]
+    block = unwrapped(model.get_submodule(paths[0]))
+    tried = Trial(block, watched.calls[paths[0]])
+    split = next(tried.splits(size), None) if tried.attends else None
+    if split is None:
         raise ModelError(
             f"The blocks of {stack.path!r} cannot be split: no argument of {type(block).__name__} has a dimension of "
             f"at least {size} along which tokens interact through attention only."
         )
-    return splits[0]
+    return [Site(stack.path, stack.pattern, paths, split)]
 
 
-def stack_plan(stack: BlockStack, split: Split, watched: Watcher, *, each_block: bool) -> SequenceParallelModelPlan:
-    """Split at the first block and gather after the last, or around each block."""
-    paths = _paths(stack, watched)
-    if each_block or paths[0] == paths[-1]:
-        return {stack.pattern: split.inputs, **dict.fromkeys(stack.block_paths, split.outputs)}
-    tables = {stack.pattern: dict(split.tables)} if split.tables else {}
-    return {paths[0]: {split.stream: split.inputs[split.stream]}, **tables, paths[-1]: split.outputs}
-
-
-def _paths(stack: BlockStack, watched: Watcher) -> list[str]:
-    return [path for path in watched.blocks if path in stack.block_paths]
-
-
-# ------------------------------------------------------------------------------------------------ inside of blocks
-
-
-def in_block_plan(
-    model: Module, stack: BlockStack, watched: Watcher, size: int, *, attends: bool
-) -> SequenceParallelModelPlan:
-    """A plan that splits around the modules of each block, found by trying those of the first block of each kind. With
-    `attends`, along the sequences of the longest attentions; else attention stays whole."""
-    kinds: dict[Any, list[str]] = {}
-    for path in dict.fromkeys(_paths(stack, watched)):
-        block = unwrapped(model.get_submodule(path))
-        kind = type(block), tuple((name, type(part)) for name, part in block.named_children())
-        kinds.setdefault(kind, []).append(path)
-    chosen: dict[str, dict[str, Split | None]] = {}
-    for paths in kinds.values():
-        block = unwrapped(model.get_submodule(paths[0]))
-        splits = _longest(_splits_of_children(block, watched.calls[paths[0]], size), attends=attends)
-        for name, _ in block.named_children():
-            chosen.setdefault(name, {}).update(dict.fromkeys(paths, splits.get(name)))
-    plan: SequenceParallelModelPlan = {}
-    for name, by_path in chosen.items():
-        split = next(iter(by_path.values()))
-        # One key splits the inputs of all blocks, as the outputs of each are gathered by the key of its own path.
-        if split is not None and all(other == split for other in by_path.values()):
-            plan[f"{stack.pattern}.{name}"] = split.inputs
-            plan |= {f"{path}.{name}": split.outputs for path in by_path}
-    if not plan:
+def _inside_blocks(model: Module, stack: BlockStack, watched: Watcher, size: int, *, attends: bool) -> list[Site]:
+    """How to split modules of the blocks, found by trying those of the first one. With `attends`, along the sequences
+    of the longest attentions; else attention stays whole."""
+    paths = list(dict.fromkeys(path for path in watched.blocks if path in stack.block_paths))
+    first, *others = (unwrapped(model.get_submodule(path)) for path in paths)
+    splits = _longest(_splits_of_children(first, watched.calls[paths[0]], size), attends=attends)
+    sites = [
+        Site(stack.path, f"{stack.pattern}.{name}", [f"{path}.{name}" for path in paths], split)
+        for name, split in splits.items()
+        # One key splits the inputs of all blocks, so all must have such a module.
+        if all(type(getattr(block, name, None)) is type(getattr(first, name)) for block in others)
+    ]
+    if not sites:
         where = "meet only in attention" if attends else "do not meet"
         raise ModelError(f"No module in the blocks of {stack.path!r} has tokens that {where}.")
-    return plan
+    return sites
 
 
 def _longest(by_name: dict[str, list[Split]], *, attends: bool) -> dict[str, Split]:
     """The splits along a long sequence: that of an attention, with `attends`."""
-    sequences = {(s.dim, s.length) for splits in by_name.values() for s in splits if s.attends == attends}
-    longest = max((length for _, length in sequences), default=0)
-    fitting = {
-        name: [s for s in splits if (s.dim, s.length) in sequences and 2 * s.length >= longest and attends >= s.attends]
+    sequences = {(s.length, s.dim) for splits in by_name.values() for s in splits if s.attends == attends}
+    longest, _ = max(sequences, default=(0, 0))
+    return {
+        name: split
         for name, splits in by_name.items()
+        for split in reversed(splits)
+        if attends >= split.attends and (split.length, split.dim) in sequences and 2 * split.length >= longest
     }
-    return {name: max(splits, key=lambda split: split.length) for name, splits in fitting.items() if splits}
 
 
 def _splits_of_children(block: Module, call: BlockCall, size: int) -> dict[str, list[Split]]:
-    """For each module of a block, the ways to split it. Each is tried right after it was called in a run of the block:
+    """For each module of a block, the ways to split it. Each is tried right after its first call in a run of the block:
     then its weights are where they must be."""
     found: dict[str, list[Split]] = {}
-    is_trying = False
 
     def attempt(name: str, module: Module, args: Any, kwargs: Any, output: Any) -> None:
-        nonlocal is_trying
-        if is_trying:
+        if name in found:
             return
-        is_trying = True
-        names = parameters_of(module)
+        found[name] = []
+        arguments = dict(zip(parameters_of(module), args, strict=False)) | kwargs
         with _noting_failure({}, name):
-            own = BlockCall(dict(zip(names, args, strict=False)) | kwargs, len(args), output)
-            found[name] = Trial(module, own).splits(size)
-        is_trying = False
+            tried = Trial(module, BlockCall(arguments, len(args), output))
+            found[name] = list(itertools.islice(tried.splits(size), 1 if tried.attends else None))
 
     with contextlib.ExitStack() as removals, torch.no_grad():
         for name, module in block.named_children():
@@ -213,28 +204,6 @@ def _splits_of_children(block: Module, call: BlockCall, size: int) -> dict[str, 
 # ------------------------------------------------------------------------------------------------ one module
 
 
-@dataclass(frozen=True)
-class Split:
-    """One way to split a module."""
-
-    stream: str
-    """The parameter that carries the tokens."""
-    dim: int
-    length: int
-    """Number of tokens."""
-    tables: Mapping[str, InputTree]
-    """Other parameters that have an entry per token."""
-    outputs: Any
-    """What to gather, in the form of a plan."""
-    attends: bool
-    """Whether its tokens meet in attention."""
-
-    @property
-    def inputs(self) -> dict[str, InputTree]:
-        """What to split, in the form of a plan."""
-        return {self.stream: SequenceParallelInput(self.dim), **self.tables}
-
-
 class Trial:
     """A module run alone, with attention that keeps each token to itself."""
 
@@ -244,80 +213,79 @@ class Trial:
         self._queries: list[Tensor] = []
         self._reference = self._run(call.arguments)
         self.attends = bool(self._queries)
+        given = call.arguments.items()
+        self._streams = [(n, t) for n, t in given if isinstance(t, Tensor) and t.is_floating_point() and t.ndim > 1]
 
-    def splits(self, size: int) -> list[Split]:
-        """The ways to split a module over `size` ranks. One that attends has at most one: along the image's tokens,
-        those of the longest argument if several hold some. Any other has one per dimension whose rows never meet."""
-        output, least = self._call.output, max(size, 2) if self.attends else 2 * size
-        shapes = [value.shape for value in (output_values(output) if self.attends else [output]) if _is_tensor(value)]
-        found = [
+    def splits(self, size: int) -> Iterator[Split]:
+        """The ways to split a module over `size` ranks. One that attends can be split along any tokens, those of the
+        image and of the longest argument first. Any other can be along each dimension whose rows never meet."""
+        least = max(size, 2) if self.attends else 2 * size
+        outputs = output_values(self._call.output) if self.attends else [self._call.output]
+        shapes = [value.shape for value in outputs if isinstance(value, Tensor)]
+        possible = [
             (not any(word in name for word in _TEXT), tensor.shape[dim], name, dim)
-            for name, tensor in self._streams()
+            for name, tensor in self._streams
             for dim in range(tensor.ndim - 1)
-            if tensor.shape in shapes and tensor.shape[dim] >= least and self._is_token_dim(name, dim)
+            if tensor.shape in shapes and tensor.shape[dim] >= least
         ]
-        splits = (self._split_along(name, dim) for _, _, name, dim in (sorted(found)[-1:] if self.attends else found))
-        return [split for split in splits if split is not None]
+        for _, length, stream, dim in sorted(possible, reverse=True):
+            has_tokens = self._outputs_with_tokens(stream, dim)
+            inputs = self._inputs(stream, dim, length, has_tokens) if any(has_tokens) else None
+            if inputs is not None:
+                gather = [SequenceParallelOutput(dim) if has else None for has in has_tokens]
+                yield Split(inputs, gather[0] if len(gather) == 1 else gather, dim, length, self.attends)
 
-    def _streams(self) -> list[tuple[str, Tensor]]:
-        given = self._call.arguments.items()
-        return [(name, t) for name, t in given if _is_tensor(t) and t.is_floating_point() and t.ndim > 1]
-
-    def _is_token_dim(self, name: str, dim: int) -> bool:
-        """Whether rows along a dimension meet only in attention, or nowhere if there is none."""
-        tensor = self._call.arguments[name]
-        for index in (0, tensor.shape[dim] - 1):
-            changed = zip(self._changed_by(name, tensor, dim, index, dim), self._reference, strict=True)
-            rows = [rows for rows, before in changed if _is_tensor(before) and before.shape == tensor.shape]
+    def _outputs_with_tokens(self, stream: str, dim: int) -> list[bool]:
+        """Which outputs hold the rows along a dimension of an argument; none if rows meet elsewhere than in attention,
+        or at all if there is none."""
+        tensor, has_tokens = self._call.arguments[stream], []
+        for index in (tensor.shape[dim] - 1, 0):
+            changed = self._changed_by(stream, tensor, dim, index, dim)
             # Up to here any dimension passes that a block does not mix, the batch too. A token is one row of a query.
             queries = [query.isnan() for query in self._queries if query.isnan().any()]
             is_row = bool(queries) and all(q.movedim(-2, 0).flatten(1).any(1).sum() == 1 for q in queries)
-            if [index] not in rows or any(len(changed) > 1 for changed in rows) or is_row != self.attends:
-                return False
-        return True
+            if [index] not in changed or any(len(rows) > 1 for rows in changed) or is_row != self.attends:
+                return []
+            has_tokens = [rows == [index] for rows in changed]
+        return has_tokens
 
-    def _split_along(self, stream: str, dim: int) -> Split | None:
-        """How to split along a dimension; None if one token of another argument changes several tokens: experts that
+    def _inputs(self, stream: str, dim: int, length: int, has_tokens: list[bool]) -> dict[str, InputTree] | None:
+        """What to split with the tokens; None if an entry of another argument changes several of them: experts that
         choose tokens by scores, say."""
-        tensor = self._call.arguments[stream]
-        with_tokens = [rows == [0] for rows in self._changed_by(stream, tensor, dim, 0, dim)]
 
-        def rows_changed_by(name: str, leaf: Tensor, of: int, index: int) -> list[int] | None:
+        def changed_by(name: str, leaf: Tensor, of: int, index: int) -> list[int] | None:
+            """The tokens that change with one entry; None for a value that the module does not take."""
             try:
-                rows = self._changed_by(name, leaf, of, index, dim)
-            except (RuntimeError, IndexError, ValueError):  # A value that the module does not take, such as an index.
+                changed = self._changed_by(name, leaf, of, index, dim)
+            except (RuntimeError, IndexError, ValueError):
                 return None
-            return next((rows for rows, has in zip(rows, with_tokens, strict=True) if has and rows), [])
+            return next((rows for rows, has in zip(changed, has_tokens, strict=True) if has and rows), [])
 
-        tables: dict[str, InputTree] = {}
+        def table(name: str, leaf: Any) -> Any:
+            """How to split a tensor in an argument that has an entry per token; None for any other leaf."""
+            for of in range(leaf.ndim) if isinstance(leaf, Tensor) else ():
+                more = leaf.shape[of] - length
+                if more < 0:
+                    continue
+                ends = changed_by(name, leaf, of, 0), changed_by(name, leaf, of, leaf.shape[of] - 1)
+                if not more and ends == ([0], [length - 1]):
+                    return SequenceParallelInput(of)
+                if more and ends in (([], [length - 1]), ([0], [])):
+                    texts = ((n, t) for n, t in self._streams if n != stream and t.ndim > 2)
+                    source = next((n for n, t in texts if t.shape[1] == more), more)
+                    return SequenceParallelPartialInput(of, source, text_first=ends[0] == [])
+                if not more and not self.attends and of < leaf.ndim - 1 and (ends[0] is None or len(ends[0]) > 1):
+                    return _MIXED
+            return None
+
+        inputs: dict[str, InputTree] = {stream: SequenceParallelInput(dim)}
         for name, value in self._call.arguments.items():
-            if name != stream:
-                changed_by = partial(rows_changed_by, name)
-                if not self.attends and any(_is_mixed(t, tensor.shape[dim], changed_by) for t in tree_leaves(value)):
-                    return None
-                specs = tree_map(partial(self._table, stream, tensor.shape[dim], changed_by), value)
-                if any(spec is not None for spec in tree_leaves(specs)):
-                    tables[name] = specs
-        outputs: Any = [SequenceParallelOutput(dim) if has else None for has in with_tokens]
-        outputs = outputs[0] if len(outputs) == 1 else outputs
-        return Split(stream, dim, tensor.shape[dim], tables, outputs, self.attends)
-
-    def _table(
-        self, stream: str, tokens: int, changed_by: Callable[..., list[int] | None], leaf: Any
-    ) -> SequenceParallelInput | SequenceParallelPartialInput | None:
-        """How to split a tensor in an argument that has an entry per token; None for any other leaf."""
-        for dim in range(leaf.ndim) if _is_tensor(leaf) else ():
-            more = leaf.shape[dim] - tokens
-            if more < 0:
-                continue
-            ends = changed_by(leaf, dim, 0), changed_by(leaf, dim, leaf.shape[dim] - 1)
-            if not more and ends == ([0], [tokens - 1]):
-                return SequenceParallelInput(dim)
-            if more and ends in (([], [tokens - 1]), ([0], [])):
-                texts = ((name, t) for name, t in self._streams() if name != stream and t.ndim > 2)
-                source = next((name for name, t in texts if t.shape[1] == more), more)
-                return SequenceParallelPartialInput(dim, source, text_first=ends[0] == [])
-        return None
+            specs = tree_map(partial(table, name), value) if name != stream else None
+            if _MIXED in tree_leaves(specs):
+                return None
+            if inputs_in(specs):
+                inputs[name] = specs
+        return inputs
 
     def _changed_by(self, name: str, tensor: Tensor, dim: int, index: int, along: int) -> list[list[int]]:
         """For each output, its rows along a dimension that change with one row of a tensor in an argument."""
@@ -338,24 +306,16 @@ class Trial:
         with torch.no_grad(), capturing(self._attend_alone, everywhere=True):
             return list(output_values(_call_again(self._module, self._call, arguments)))
 
-    def _attend_alone(self, call: AttentionCall | RareCall) -> Any:
+    def _attend_alone(self, call: AttentionCall) -> Any:
         """Attention in which each token sees only itself."""
-        if isinstance(call, RareCall):
+        if call.rare:
             with attention_through(None):
                 return call.run_here()
         self._queries.append(call.query)
         output = call.query.mean(-1, keepdim=True).expand(*call.query.shape[:-1], call.value.shape[-1])
         if call.key.shape[-2] == call.query.shape[-2]:
-            own = call.key.mean(-1, keepdim=True) + call.value
-            output = output + own.repeat_interleave(output.shape[-3] // own.shape[-3], -3)
+            output = output + call.key.mean((-3, -1), keepdim=True) + call.value.mean(-3, keepdim=True)
         return output.contiguous()
-
-
-def _is_mixed(leaf: Any, tokens: int, changed_by: Callable[..., list[int] | None]) -> bool:
-    """Whether one entry of a table with an entry per token changes several tokens."""
-    dims = [dim for dim in range(leaf.ndim - 1) if leaf.shape[dim] == tokens] if _is_tensor(leaf) else []
-    changed = (changed_by(leaf, dim, 0) for dim in dims)
-    return any(rows is None or len(rows) > 1 for rows in changed)
 
 
 def _call_again(module: Module, call: BlockCall, arguments: Mapping[str, Any]) -> Any:
@@ -364,12 +324,8 @@ def _call_again(module: Module, call: BlockCall, arguments: Mapping[str, Any]) -
     return module(*values[: call.num_positional], **dict(named))
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
 def _changed_rows(one: Any, other: Any, dim: int) -> list[int]:
-    if not _is_tensor(one) or one.ndim <= dim:
+    if not isinstance(one, Tensor) or one.ndim <= dim:
         return []
     apart = one.isnan() | ((one - other).abs() > 1e-4 * (1 + other.abs()))
     return [int(index) for index in apart.movedim(dim, 0).flatten(1).any(1).nonzero().flatten()]

@@ -6,7 +6,7 @@ Where tokens are follows from the length of the whole sequence and the number of
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import NamedTuple
@@ -43,9 +43,10 @@ class Partition:
         """Number of tokens on each rank."""
         return spread(self.length, self.size)
 
-    def start(self, rank: int) -> int:
-        """Where the tokens of a rank begin."""
-        return sum(self.tokens[:rank])
+    @property
+    def owners(self) -> list[int]:
+        """The rank of each token."""
+        return [rank for rank, count in enumerate(self.tokens) for _ in range(count)]
 
 
 class Segment(NamedTuple):
@@ -54,6 +55,24 @@ class Segment(NamedTuple):
     rows: int
     partition: Partition | None
     """None for rows that are the same on every rank."""
+
+
+class Rows(NamedTuple):
+    """How many rows of a tensor are where."""
+
+    replicated: int
+    """On every rank. They come first."""
+    counts: tuple[int, ...]
+    """The tokens of each rank."""
+
+    def start(self, rank: int) -> int:
+        """Where the tokens of a rank begin, when those of all are together."""
+        return self.replicated + sum(self.counts[:rank])
+
+    def merged(self, size: int) -> Rows:
+        """The same for groups of this many ranks in place of single ones."""
+        starts = range(0, len(self.counts), size)
+        return Rows(self.replicated, tuple(sum(self.counts[start : start + size]) for start in starts))
 
 
 class Layout(tuple[Segment, ...]):
@@ -78,40 +97,32 @@ class Layout(tuple[Segment, ...]):
     def is_sharded(self) -> bool:
         return self.num_replicated < self.rows
 
-    def counts(self, size: int) -> tuple[int, ...]:
-        """Number of tokens each rank has of the sharded sequences."""
-        return tuple(sum(part.tokens[rank] for _, part in self if part is not None) for rank in range(size))
+    def over(self, size: int) -> Rows:
+        """The rows of this many ranks."""
+        counts = (sum(part.tokens[rank] for _, part in self if part is not None) for rank in range(size))
+        return Rows(self.num_replicated, tuple(counts))
+
+    def local(self, tensor: Tensor, dim: int) -> Tensor:
+        """A tensor of this rank, the replicated rows first."""
+        order = self.local_order(tensor.device)
+        return tensor if order is None else tensor.index_select(dim, order)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - the same few layouts at each block and each step.
     def local_order(self, device: torch.device) -> Tensor | None:
         """This rank's rows: the replicated ones, then its tokens. None if that is the order in which they are."""
-        replicated = [range(here, here + rows) for (rows, part), here, _ in self._placed() if part is None]
-        own = [range(here, here + rows) for (rows, part), here, _ in self._placed() if part is not None]
-        return _order([*replicated, *own], device)
+        return _sorted([int(part is not None) for rows, part in self for _ in range(rows)], device)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
-    def order(self, size: int, device: torch.device) -> Tensor | None:
+    def order(self, device: torch.device) -> Tensor | None:
         """The rows of the whole tensor: the replicated ones, then the tokens of rank 0, 1, and so on. None if that is
         the order in which they are."""
-        runs = [range(start, start + rows) for (rows, part), _, start in self._placed() if part is None]
-        for rank in range(size):
-            for (_, part), _, start in self._placed():
-                if part is not None:
-                    first = start + part.start(rank)
-                    runs.append(range(first, first + part.tokens[rank]))
-        return _order(runs, device)
-
-    def _placed(self) -> Iterator[tuple[Segment, int, int]]:
-        """Each segment, with where it begins on this rank and in the whole tensor."""
-        here = everywhere = 0
-        for segment in self:
-            yield segment, here, everywhere
-            here += segment.rows
-            everywhere += segment.rows if segment.partition is None else segment.partition.length
+        owners = ([-1] * rows if part is None else part.owners for rows, part in self)
+        return _sorted(list(chain.from_iterable(owners)), device)
 
 
-def _order(runs: Iterable[range], device: torch.device) -> Tensor | None:
-    rows = list(chain.from_iterable(runs))
+def _sorted(owners: list[int], device: torch.device) -> Tensor | None:
+    """The rows in the order of their owners; None if they are."""
+    rows = sorted(range(len(owners)), key=owners.__getitem__)
     return None if rows == list(range(len(rows))) else torch.tensor(rows, device=device)
 
 

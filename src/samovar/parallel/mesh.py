@@ -10,7 +10,7 @@ import math
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,9 @@ from torch import Tensor
 
 from ..core.errors import SettingError, nearest
 from ..core.settings import FLAG, Settings, count, setting
-from .collectives import Group, Traffic
+from .collectives import Group
 
-StrategyName = Literal["auto", "gathered", "hybrid", "ring", "ulysses"]
-
-
+StrategyName = Literal["gathered", "hybrid", "ring", "ulysses"]
 _RANKS = count(1)._replace(expected="a number of ranks, 1 or more")
 
 
@@ -67,36 +65,25 @@ class SequenceParallelConfig(Settings, param="parallel"):
         return "ulysses"
 
     @classmethod
-    def from_name(cls, name: str) -> SequenceParallelConfig:
-        """The strategy of this name for all ranks that torchrun started, or for all GPUs."""
-        size = int(os.environ.get("WORLD_SIZE", 0)) or torch.cuda.device_count()
-        if name in get_args(StrategyName) and size < 1:
+    def from_name(cls, name: str, size: int | None = None) -> SequenceParallelConfig:
+        """A strategy for this many ranks; by default for all that torchrun started, or for all GPUs."""
+        size = size or int(os.environ.get("WORLD_SIZE", 0)) or torch.cuda.device_count()
+        degrees: dict[str, dict[str, Any]] = {
+            "gathered": {"allgather_degree": size},
+            "hybrid": {"ulysses_degree": 2, "ring_degree": size // 2},
+            "ring": {"ring_degree": size},
+            "ulysses": {"ulysses_degree": size},
+        }
+        if name not in degrees:
+            raise SettingError(f"parallel={name!r} is not a strategy. {nearest(name, degrees)}", param="parallel")
+        if not size or (name == "hybrid" and (size < 4 or size % 2)):
+            expected = "an even number of ranks, 4 or more" if name == "hybrid" else "at least one"
             raise SettingError(
-                f"parallel={name!r} uses all ranks that torchrun started, or all GPUs, and there are none here. Give a "
-                "number of ranks: parallel={'ulysses_degree': 2}.",
+                f"parallel={name!r} is for all ranks that torchrun started, or all GPUs, of which there are {size}; "
+                f"expected {expected}. Give a number of ranks: parallel={{'ulysses_degree': 2}}.",
                 param="parallel",
             )
-        return cls.of_strategy(name, size)
-
-    @classmethod
-    def of_strategy(cls, strategy: str, size: int, num_heads: int | None = None) -> SequenceParallelConfig:
-        """The degrees for a strategy name. "auto" is Ulysses, which sends least, if there are enough heads."""
-        if strategy == "auto":
-            strategy = "ulysses" if num_heads is None or num_heads >= size else "gathered"
-        degrees = {"gathered": "allgather_degree", "ulysses": "ulysses_degree", "ring": "ring_degree"}
-        if strategy in degrees:
-            settings: dict[str, Any] = {degrees[strategy]: size}
-            return cls(**settings)
-        if strategy != "hybrid":
-            raise SettingError(
-                f"parallel={strategy!r} is not a strategy. {nearest(strategy, get_args(StrategyName))}",
-                param="parallel",
-            )
-        if size < 4 or size % 2:
-            raise SettingError(
-                f"parallel='hybrid' needs an even number of ranks, 4 or more; not {size}.", param="parallel"
-            )
-        return cls(ulysses_degree=2, ring_degree=size // 2)
+        return cls(**degrees[name])
 
 
 @dataclass
@@ -123,12 +110,7 @@ class ParallelMesh:
     """Ranks with other tokens of the same branch."""
     ring: Group
     ulysses: Group
-    traffic: Traffic = field(compare=False)
     branches: BranchState = field(compare=False, default_factory=BranchState)
-
-    @property
-    def size(self) -> int:
-        return self.cfg.size * self.sequence.size
 
 
 _meshes: dict[tuple[int, int, int, int], ParallelMesh] = {}
@@ -156,6 +138,20 @@ def make_mesh(config: SequenceParallelConfig) -> ParallelMesh:
     return _meshes[key]
 
 
+def join_world(timeout_s: float = 600.0, backend: str | None = None) -> int:
+    """Become one of the ranks that torchrun has started, on one node or several; this process's rank."""
+    if not dist.is_torchelastic_launched():
+        raise SettingError(
+            "This process was not started by torchrun. Start it with: torchrun --nproc-per-node 4 -m samovar generate "
+            "..., or let samovar.Omni(model, parallel=...) start the ranks."
+        )
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if backend == "nccl":
+        torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0) % torch.cuda.device_count())
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    return dist.get_rank()
+
+
 def rank_and_world() -> tuple[int, int]:
     """This process's rank and the number of ranks running; 0 and 1 outside of torch.distributed."""
     if dist.is_available() and dist.is_initialized():
@@ -165,17 +161,15 @@ def rank_and_world() -> tuple[int, int]:
 
 def _new_mesh(shape: tuple[int, int, int], rank: int) -> ParallelMesh:
     ranks = torch.arange(math.prod(shape)).reshape(shape)
-    traffic = Traffic()
 
     def group(*dims: int) -> Group:
         """This rank's group along some dimensions of the mesh. Every rank creates all groups."""
-        others = [dim for dim in range(3) if dim not in dims]
-        rows = ranks.permute(*others, *dims).reshape(-1, math.prod(shape[dim] for dim in dims)).tolist()
-        handles = [dist.new_group(row, timeout=_timeout()) if len(row) > 1 else None for row in rows]
-        row, handle = next((row, handle) for row, handle in zip(rows, handles, strict=True) if rank in row)
-        return Group(tuple(row), row.index(rank), handle, traffic)
+        rows = ranks.movedim(dims, tuple(range(-len(dims), 0))).reshape(-1, math.prod(shape[dim] for dim in dims))
+        handles = [dist.new_group(row, timeout=_timeout()) if len(row) > 1 else None for row in rows.tolist()]
+        place, index = (rows == rank).nonzero()[0].tolist()
+        return Group(tuple(rows[place].tolist()), index, handles[place])
 
-    return ParallelMesh(cfg=group(0), sequence=group(1, 2), ring=group(1), ulysses=group(2), traffic=traffic)
+    return ParallelMesh(cfg=group(0), sequence=group(1, 2), ring=group(1), ulysses=group(2))
 
 
 def _timeout() -> timedelta:
@@ -188,7 +182,8 @@ def _timeout() -> timedelta:
 
 class Agreement:
     """Turns this rank's statistics into those that a single rank would have seen, so that all ranks decide alike. Each
-    rank sees its own tokens, or its own items of a batch, so statistics are summed."""
+    rank sees its own tokens, or its own items of a batch, so statistics are summed. Pass one to a cache; every rank of
+    the mesh must make one, or none."""
 
     num_figures = 4
     """How many numbers are exchanged, so that a rank that has none can join."""
@@ -220,8 +215,3 @@ def join(mesh: ParallelMesh, device: torch.device) -> None:
     state = mesh.branches
     if state.may_ask and state.agreed is None:
         state.agreed = mesh.cfg.broadcast(torch.full((Agreement.num_figures,), torch.inf, device=device), source=0)
-
-
-def agreement(mesh: ParallelMesh) -> Agreement:
-    """Pass this to a cache, so that all ranks of the mesh decide alike. Every rank must make one, or none."""
-    return Agreement(mesh)

@@ -8,11 +8,12 @@ in them for a tensor that is left whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.nn import Module, ModuleList
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arch.modules import named_parts, parameters_of, unwrapped
 from ..core.errors import SettingError, nearest
@@ -56,7 +57,6 @@ class SequenceParallelOutput:
     expected_dims: int | None = None
 
 
-AnyInput = SequenceParallelInput | SequenceParallelPartialInput
 InputTree = Any
 """An input, None, or a list or dictionary of these: the structure of an argument."""
 SequenceParallelModelPlan = dict[str, Any]
@@ -70,11 +70,11 @@ class Placement:
     key: str
     """The path as written in the plan, with "*"."""
     module: Module
-    inputs: Mapping[str, InputTree] = field(default_factory=dict)
-    """By parameter."""
-    returned: Mapping[int, InputTree] = field(default_factory=dict)
-    """By index of the output to split."""
-    outputs: tuple[SequenceParallelOutput | None, ...] = ()
+    arguments: Mapping[str, InputTree] = field(default_factory=dict)
+    """What is split, by parameter."""
+    outputs: Mapping[int, Any] = field(default_factory=dict)
+    """What is split or gathered, by index."""
+    gathers: bool = False
 
 
 def invalid(message: str) -> SettingError:
@@ -82,39 +82,73 @@ def invalid(message: str) -> SettingError:
     return SettingError(message, param="plan")
 
 
-def validate_plan(plan: Any) -> SequenceParallelModelPlan:
-    """The plan itself, if it is valid."""
-    if not isinstance(plan, dict) or not plan:
+def read_plan(plan: Any) -> SequenceParallelModelPlan:
+    """A valid plan; what is in classes of diffusers, as in a `_cp_plan`, in ours."""
+    if not isinstance(plan, Mapping) or not plan:
         raise invalid(f"A plan is a dictionary of module paths with at least one entry; not {plan!r}.")
-    for path, entry in plan.items():
-        if not isinstance(path, str) or path.count("*") > 1:
-            raise invalid(f"The keys of a plan are module paths with at most one '*'; not {path!r}.")
-        if isinstance(entry, dict):
-            for key, spec in entry.items():
-                _check_inputs(path, key, spec)
-        elif not all(isinstance(part, SequenceParallelOutput) or part is None for part in _as_list(entry)):
-            raise invalid(
-                f"The plan has {entry!r} at {path!r}; expected a dictionary of inputs, a SequenceParallelOutput or a "
-                "list of these."
-            )
-    if not any(isinstance(entry, dict) and entry for entry in plan.values()):
+    read = {path: _read_entry(path, entry) for path, entry in plan.items()}
+    if not any(isinstance(entry, dict) and entry for entry in read.values()):
         raise invalid(f"The plan splits nothing: no entry of {', '.join(map(repr, plan))} has inputs.")
-    return plan
+    return read
+
+
+def _read_entry(path: Any, entry: Any) -> Any:
+    if not isinstance(path, str) or path.count("*") > 1:
+        raise invalid(f"The keys of a plan are module paths with at most one '*'; not {path!r}.")
+    read = tree_map(_in_own_class, entry)
+    if isinstance(read, dict):
+        for key, tree in read.items():
+            _check_inputs(path, key, tree)
+    elif not all(isinstance(part, SequenceParallelOutput) or part is None for part in _as_list(read)):
+        raise invalid(
+            f"The plan has {entry!r} at {path!r}; expected a dictionary of inputs, a SequenceParallelOutput or a list "
+            "of these."
+        )
+    return read
+
+
+def _in_own_class(spec: Any) -> Any:
+    name = f"{type(spec).__module__}.{type(spec).__name__}"
+    if name == "diffusers.models._modeling_parallel.ContextParallelInput":
+        return SequenceParallelInput(spec.split_dim, spec.expected_dims, spec.split_output, is_optional=True)
+    if name == "diffusers.models._modeling_parallel.ContextParallelOutput":
+        return SequenceParallelOutput(spec.gather_dim, spec.expected_dims)
+    return spec
+
+
+def _check_inputs(path: str, key: Any, tree: InputTree) -> None:
+    if not isinstance(key, (str, int)):
+        raise invalid(f"The plan has the key {key!r} at {path!r}; expected a parameter or the index of an output.")
+    for spec in inputs_in(tree):
+        if not isinstance(spec, (SequenceParallelInput, SequenceParallelPartialInput)):
+            raise invalid(
+                f"The plan has {spec!r} for {key!r} of {path!r}; expected a SequenceParallelInput, a "
+                "SequenceParallelPartialInput or a list of these."
+            )
+        if spec.split_output != isinstance(key, int):
+            raise invalid(
+                f"The plan has {spec!r} for {key!r} of {path!r}. What splits an output has split_output=True, and the "
+                "output's index as its key."
+            )
+
+
+def inputs_in(tree: InputTree) -> list[Any]:
+    """All inputs in a tree of them."""
+    return [spec for spec in tree_leaves(tree) if spec is not None]
 
 
 def place_plan(model: Module, plan: SequenceParallelModelPlan) -> tuple[Placement, ...]:
     """What a plan does at which modules of a model; SettingError for a path or parameter that does not exist."""
     model = unwrapped(model)
     placements = []
-    for key, entry in validate_plan(plan).items():
-        for path, module in _modules_at(model, key):
-            if isinstance(entry, dict):
-                inputs = {name: spec for name, spec in entry.items() if isinstance(name, str)}
-                returned = {index: spec for index, spec in entry.items() if isinstance(index, int)}
-                _check_parameters(path, module, inputs)
-                placements.append(Placement(path, key, module, inputs, returned))
-            else:
-                placements.append(Placement(path, key, module, outputs=tuple(_as_list(entry))))
+    for key, entry in read_plan(plan).items():
+        gathers = not isinstance(entry, dict)
+        entry = dict(enumerate(_as_list(entry))) if gathers else entry
+        arguments = {name: tree for name, tree in entry.items() if isinstance(name, str)}
+        outputs = {index: tree for index, tree in entry.items() if isinstance(index, int)}
+        for path, module in _modules_at(model, key).items():
+            _check_parameters(path, module, arguments)
+            placements.append(Placement(path, key, module, arguments, outputs, gathers))
     return tuple(placements)
 
 
@@ -125,80 +159,37 @@ def declared_plan(model: Module) -> tuple[str, SequenceParallelModelPlan] | None
     return (source, read_plan(plans[source])) if source else None
 
 
-def read_plan(plan: Any) -> SequenceParallelModelPlan:
-    """A valid plan; what is in classes of diffusers, as in a `_cp_plan`, in ours."""
-    return validate_plan(_in_own_classes(plan))
-
-
-def _in_own_classes(entry: Any) -> Any:
-    name = f"{type(entry).__module__}.{type(entry).__name__}"
-    if name == "diffusers.models._modeling_parallel.ContextParallelInput":
-        return SequenceParallelInput(entry.split_dim, entry.expected_dims, entry.split_output, is_optional=True)
-    if name == "diffusers.models._modeling_parallel.ContextParallelOutput":
-        return SequenceParallelOutput(entry.gather_dim, entry.expected_dims)
-    if isinstance(entry, Mapping):
-        return {key: _in_own_classes(part) for key, part in entry.items()}
-    return [_in_own_classes(part) for part in entry] if isinstance(entry, (list, tuple)) else entry
-
-
 def _as_list(entry: Any) -> list[Any]:
     return list(entry) if isinstance(entry, (list, tuple)) else [entry]
 
 
-def inputs_in(tree: InputTree) -> Iterator[Any]:
-    """All inputs in a tree of them."""
-    if not isinstance(tree, (dict, list, tuple)):
-        yield tree
-        return
-    for part in tree.values() if isinstance(tree, dict) else tree:
-        if part is not None:
-            yield from inputs_in(part)
-
-
-def _check_inputs(path: str, key: Any, tree: InputTree) -> None:
-    if not isinstance(key, (str, int)):
-        raise invalid(f"The plan has the key {key!r} at {path!r}; expected a parameter or the index of an output.")
-    for spec in inputs_in(tree):
-        if not isinstance(spec, AnyInput):
-            raise invalid(
-                f"The plan has {spec!r} for {key!r} of {path!r}; expected a SequenceParallelInput, a "
-                "SequenceParallelPartialInput or a list of these."
-            )
-        if isinstance(key, int) and not spec.split_output:
-            raise invalid(f"Output {key} of {path!r} is split: its entry needs split_output=True.")
-        if isinstance(key, str) and spec.split_output:
-            raise invalid(f"{key!r} of {path!r} has split_output=True: its key must be the output's index.")
-
-
-def _modules_at(model: Module, key: str) -> Iterator[tuple[str, Module]]:
+def _modules_at(model: Module, key: str) -> dict[str, Module]:
+    """The modules that a key of a plan names, by path."""
     parts, name = named_parts(model), type(model).__name__
-    if "*" not in key:
-        if key not in parts:
-            raise invalid(f"The plan names {key!r}, but {name} has no such module. {nearest(key, parts)}")
-        yield key, model.get_submodule(key)
-        return
-    before, _, after = key.partition("*")
-    before = before.rstrip(".")
-    container = parts.get(before)
-    if not isinstance(container, ModuleList):
+    before, star, after = key.partition("*")
+    paths, container = [key], parts.get(before.rstrip("."))
+    if star and not isinstance(container, ModuleList):
         lists = [path for path, part in parts.items() if isinstance(part, ModuleList)]
         found = f"is of type {type(container).__name__}" if container is not None else "does not exist"
         raise invalid(
-            f"The plan names {key!r}, but {before!r} of {name} {found}; expected a ModuleList. {nearest(before, lists)}"
+            f"The plan names {key!r}, but {before.rstrip('.')!r} of {name} {found}; expected a ModuleList. "
+            f"{nearest(before, lists)}"
         )
-    # The members of a list need not be alike: the plan means those that have such a module.
-    paths = [f"{before}.{index}{after}" for index in range(len(container))]
-    for path in [path for path in paths if path in parts] or paths:
-        yield from _modules_at(model, path)
+    if isinstance(container, ModuleList) and star:
+        # The members of a list need not be alike: the plan means those that have such a module.
+        paths = [f"{before}{index}{after}" for index in range(len(container))]
+        paths = [path for path in paths if path in parts] or paths
+    if paths[0] not in parts:
+        raise invalid(f"The plan names {paths[0]!r}, but {name} has no such module. {nearest(paths[0], parts)}")
+    return {path: model.get_submodule(path) for path in paths}
 
 
-def _check_parameters(path: str, module: Module, inputs: Mapping[str, InputTree]) -> None:
+def _check_parameters(path: str, module: Module, arguments: Mapping[str, InputTree]) -> None:
     parameters = parameters_of(module)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    specs = [spec for tree in inputs.values() for spec in inputs_in(tree)]
-    sources = [spec.text_len_source for spec in specs if isinstance(spec, SequenceParallelPartialInput)]
-    for name in (*inputs, *(source for source in sources if isinstance(source, str))):
-        if name not in parameters and not takes_any:
+    specs = [spec for spec in inputs_in(arguments) if isinstance(spec, SequenceParallelPartialInput)]
+    for name in (*arguments, *(spec.text_len_source for spec in specs)):
+        if isinstance(name, str) and name not in parameters and not takes_any:
             raise invalid(
                 f"The plan names the parameter {name!r} of {path or 'the model'!r}, but {type(module).__name__} has no "
                 f"such parameter. {nearest(name, parameters)}"

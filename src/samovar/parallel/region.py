@@ -21,7 +21,7 @@ from torch import Tensor
 from ..core.errors import ShardingError
 from ..hooks.handle import for_now
 from .attention import AttentionCall, Strategy, compute_sharded, of_all_ranks, share_queries
-from .capture import RareCall, attention_through, capturing
+from .capture import attention_through, capturing
 from .collectives import Group
 from .layout import Layout, Partition, read_layout
 
@@ -59,23 +59,31 @@ class Forward:
         """Whether ranks shared work, and every token saw those that it must see."""
         return bool(self.num_parallel or (self.rare and self.num_split))
 
+    def next_attention(self) -> str:
+        """The attention that runs now, in words that name no other of this forward."""
+        block = self.open_blocks[-1]
+        number = self.counts[block] = self.counts.get(block, -1) + 1
+        return f"attention {number} of {block or 'the model'!r}"
+
 
 @dataclass
-class _Marks:
-    """Which rows were marked, in each pass of a rehearsal."""
+class Rehearsal(Forward):
+    """One pass of a rehearsal."""
 
     target: Partition | None = None
     """The sequence whose tokens are marked; None marks those of all."""
     partitions: list[Partition] = field(default_factory=list)
-    seen: dict[str, dict[Partition | None, Tensor]] = field(default_factory=dict)
+    """The sequences that were split."""
+    marked: dict[str, Tensor] = field(default_factory=dict)
+    """The marked rows of queries, keys, and what was gathered."""
     gathered_lengths: dict[str, int] = field(default_factory=dict)
 
     def note(self, key: str, tensor: Tensor, dim: int) -> Tensor:
         """The rows of a tensor that are marked."""
-        marked = tensor.isnan().movedim(dim, 0).flatten(1).any(1)
-        if not torch.equal(self.seen.setdefault(key, {}).setdefault(self.target, marked), marked):
+        rows = tensor.isnan().movedim(dim, 0).flatten(1).any(1)
+        if not torch.equal(self.marked.setdefault(key, rows), rows):
             raise ShardingError(f"{key}: not the same tokens at each call of one forward.")
-        return marked
+        return rows
 
 
 class Region:
@@ -88,8 +96,6 @@ class Region:
         self.shares_attention = False
         """Whether ranks share the work of attentions whose tokens are not split."""
         self._strategy = strategy
-        self._marks: _Marks | None = None
-        """None except in a rehearsal."""
 
     @contextlib.contextmanager
     def running(self, forward: Forward | None) -> Iterator[None]:
@@ -104,34 +110,32 @@ class Region:
 
     def split(self, tensor: Tensor, dim: int, kept: int = 0) -> Tensor:
         """This rank's part of a tensor along a dimension; the first `kept` rows stay (or the last, if negative)."""
-        assert self.forward is not None
-        self.forward.num_split += 1
-        index, rows, before = self.group.index, tensor.shape[dim], max(kept, 0)
-        partition = Partition(rows - abs(kept), self.group.size)
-        tokens = tensor.narrow(dim, before + partition.start(index), partition.tokens[index])
-        if self._marks is not None and (tokens.is_floating_point() or tokens.is_complex()):
-            if partition not in self._marks.partitions:
-                self._marks.partitions.append(partition)
-            if self._marks.target in (None, partition):
+        forward, length = self.forward, tensor.shape[dim] - abs(kept)
+        assert forward is not None
+        forward.num_split += 1
+        partition = Partition(length, self.group.size)
+        before, whole, after = tensor.split_with_sizes([max(kept, 0), length, max(-kept, 0)], dim)
+        tokens = whole.split_with_sizes(partition.tokens, dim)[self.group.index]
+        if isinstance(forward, Rehearsal) and (tokens.is_floating_point() or tokens.is_complex()):
+            if partition not in forward.partitions:
+                forward.partitions.append(partition)
+            if forward.target in (None, partition):
                 tokens = torch.full_like(tokens, math.nan)
-        if not kept:
-            return tokens.contiguous()
-        after = rows - partition.length - before
-        return torch.cat([tensor.narrow(dim, 0, before), tokens, tensor.narrow(dim, rows - after, after)], dim)
+        return torch.cat([before, tokens, after], dim) if kept else tokens.contiguous()
 
     def gather(self, tensor: Tensor, dim: int, key: str) -> Tensor:
         """The whole of a tensor of which each rank has a part along a dimension."""
-        if self._marks is not None:
-            marked, lengths = self._marks.note(key, tensor, dim), self._marks.gathered_lengths
+        if isinstance(self.forward, Rehearsal):
+            marked, lengths = self.forward.note(key, tensor, dim), self.forward.gathered_lengths
             if key not in lengths:
-                lengths[key] = self._gathered_length(marked, self._marks.partitions)
+                lengths[key] = self._gathered_length(marked, self.forward.partitions)
             shape = list(tensor.shape)
             shape[dim] = lengths[key]
             return tensor.new_zeros(shape)
         layout = self._layout(key, tensor.shape[dim])
         if not layout.is_sharded:
             return tensor
-        whole, order = of_all_ranks(tensor, dim, layout, self.group), layout.order(self.group.size, tensor.device)
+        whole, order = of_all_ranks(tensor, dim, layout, self.group), layout.order(tensor.device)
         return whole if order is None else whole.index_select(dim, order.argsort())
 
     def _layout(self, key: str, rows: int) -> Layout:
@@ -144,19 +148,24 @@ class Region:
             )
         return layout
 
-    def _attend(self, call: AttentionCall | RareCall) -> Any:
+    def _attend(self, call: AttentionCall) -> Any:
         forward = self.forward
         assert forward is not None
-        if isinstance(call, RareCall):
-            return self._run_rare(call, forward)
-        block = forward.open_blocks[-1]
-        number = forward.counts[block] = forward.counts.get(block, -1) + 1
-        where = f"attention {number} of {block or 'the model'!r}"
+        if call.rare:
+            if isinstance(forward, Rehearsal) and bool(call.query.isnan().any() or call.key.isnan().any()):
+                raise ShardingError(
+                    f"The plan splits the tokens of {call.rare}: ranks cannot share that. Do not split them, or use "
+                    "torch's scaled dot product attention."
+                )
+            forward.rare = call.rare
+            with attention_through(None):
+                return call.run_here()
+        where = forward.next_attention()
         tensors = {f"Queries of {where}": call.query, f"Keys of {where}": call.key}
         shares = self.shares_attention and call.query.shape[-2] >= 2 * self.group.size and not call.dropout_p
         forward.needs_mode |= call.is_direct
-        if self._marks is not None:
-            marked, marked_keys = (self._marks.note(key, tensor, -2) for key, tensor in tensors.items())
+        if isinstance(forward, Rehearsal):
+            marked, marked_keys = (forward.note(key, tensor, -2) for key, tensor in tensors.items())
             forward.num_parallel += shares or bool(marked.any() or marked_keys.any())
             output = call.value.new_zeros(*call.query.shape[:-1], call.value.shape[-1])
             output[..., marked, :] = math.nan
@@ -169,51 +178,37 @@ class Region:
                 return compute_sharded(call, queries, keys, self.group, self._strategy)
             return share_queries(call, self.group, self._strategy) if shares else call.run_here()
 
-    def _run_rare(self, call: RareCall, forward: Forward) -> Any:
-        if self._marks is not None and bool(call.query.isnan().any() or call.key.isnan().any()):
-            raise ShardingError(
-                f"The plan splits the tokens of {call.name}: ranks cannot share that. Do not split them, or use "
-                "torch's scaled dot product attention."
-            )
-        forward.rare = call.name
-        with attention_through(None):
-            return call.run_here()
-
     # ---------------------------------------------------------------------------------------- rehearsal
 
     def rehearse(self, run: Callable[[], Any]) -> Forward:
         """Run this rank's part alone and see where its tokens go; the forward, with its trace."""
-        marks, forward = _Marks(), Forward()
-        with for_now(self, _marks=marks):
-            with self.running(forward):
+
+        def passed(rehearsal: Rehearsal) -> Rehearsal:
+            with self.running(rehearsal):
                 run()
-            partitions = tuple(marks.partitions)
-            for marks.target in partitions if len(partitions) > 1 else ():  # To tell the sequences apart.
-                with self.running(Forward()):
-                    run()
-        forward.trace = Trace(needs_mode=forward.needs_mode)
-        for key, seen in marks.seen.items():
-            marked = dict.fromkeys(partitions, seen[None]) if len(partitions) == 1 else seen
-            by_partition = {partition: mark for partition, mark in marked.items() if partition is not None}
-            forward.trace.layouts[key] = read_layout(by_partition, len(seen[None]), self.group.index, key)
-        return forward
+            return rehearsal
+
+        first = passed(Rehearsal())
+        marked = dict.fromkeys(first.partitions, first.marked)
+        if len(marked) > 1:  # To tell the sequences apart.
+            lengths = first.gathered_lengths
+            marked = {each: passed(Rehearsal(target=each, gathered_lengths=lengths)).marked for each in marked}
+        first.trace = Trace(needs_mode=first.needs_mode)
+        for key, rows in first.marked.items():
+            marks = {partition: by_key[key] for partition, by_key in marked.items()}
+            first.trace.layouts[key] = read_layout(marks, len(rows), self.group.index, key)
+        return first
 
     def _gathered_length(self, marked: Tensor, partitions: Sequence[Partition]) -> int:
         """The length of the whole, from marks that do not tell sequences apart."""
-        lengths = [partition.length for partition in partitions]
-        by_rows = {partition.tokens[self.group.index]: partition for partition in partitions}
-        if len(by_rows) < len(partitions):
+        by_rows = {partition.tokens[self.group.index]: partition.length for partition in partitions}
+        count, are_alike = int(marked.sum()), len(by_rows) < len(partitions)
+        by_rows[sum(by_rows)] = sum(by_rows.values())
+        length = next((count // rows * length for rows, length in by_rows.items() if rows and count % rows == 0), 0)
+        if not length or are_alike:
             raise ShardingError(
-                f"Sequences of {', '.join(map(str, lengths))} tokens have the same "
-                f"length on rank {self.group.index}, so they cannot be told apart when gathered. Split one of them."
-            )
-        count = int(marked.sum())
-        alone = (count // rows * partition.length for rows, partition in by_rows.items() if count % rows == 0)
-        together = sum(lengths) if count == sum(by_rows) else 0
-        length = next(alone, together)
-        if not length:
-            raise ShardingError(
-                f"The plan gathers {count} split rows, but splits no sequence with that many on this rank. Correct the "
-                "plan."
+                f"The plan gathers {count} split rows of rank {self.group.index}, and splits sequences of "
+                f"{', '.join(str(partition.length) for partition in partitions)} tokens, which is no sequence with "
+                "that many there, or several. Correct the plan."
             )
         return len(marked) - count + length

@@ -6,7 +6,7 @@ of a sequence whether it lets the block run or answers in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -14,8 +14,9 @@ from torch.nn import Module
 
 from ..arch.modules import parameters_of
 from ..core import nested
-from ..hooks import NOT_BYPASSED, BranchHook, HookOrder, ModelHook
-from .plan import Placement, SequenceParallelInput, SequenceParallelOutput, SequenceParallelPartialInput, invalid
+from ..hooks import NOT_BYPASSED, HookOrder, ModelHook
+from ..hooks.handle import for_now
+from .plan import Placement, SequenceParallelInput, SequenceParallelOutput, invalid
 from .region import Region
 
 
@@ -25,150 +26,115 @@ class AroundHook(ModelHook):
     order = HookOrder.SHARD
     _is_inside = False
 
+    def __init__(self, around: Callable[[Module, Any, Any], Any]) -> None:
+        """`around` gives the answer to a call, or NOT_BYPASSED. When it calls the module, that goes through the other
+        hooks."""
+        self._around = around
+
     def bypass(self, module: Module, *args: Any, **kwargs: Any) -> Any:
         if self._is_inside:
             return NOT_BYPASSED
-        self._is_inside = True
-        try:
-            return self.around(module, args, kwargs)
-        finally:
-            self._is_inside = False
-
-    def around(self, module: Module, args: Any, kwargs: Any) -> Any:
-        """The answer to a call, or NOT_BYPASSED. Calling the module from here goes through the other hooks."""
-        raise NotImplementedError
-
-
-class ModelCallHook(AroundHook):
-    """Wraps the calls of a whole model, and reads their branch from the arguments before they are split."""
-
-    def __init__(self, answer: Callable[[Module, Any, Any], Any]) -> None:
-        """`answer` gets the module, its arguments and its keyword arguments."""
-        self._answer = answer
-        self._branch_hook = BranchHook()
-
-    def initialize_hook(self, module: Module) -> Module:
-        return self._branch_hook.initialize_hook(module)
-
-    def around(self, module: Module, args: Any, kwargs: Any) -> Any:
-        self._branch_hook.pre_forward(module, *args, **kwargs)
-        try:
-            return self._answer(module, args, kwargs)
-        finally:
-            self._branch_hook.post_forward(module, None)
+        with for_now(self, _is_inside=True):
+            return self._around(module, args, kwargs)
 
 
 class PlanHook(AroundHook):
-    """Does what a plan says at one module."""
+    """Does what a plan says at one module: gives it this rank's part of its arguments, and its caller this rank's part
+    of its outputs, or the whole of them."""
 
     def __init__(self, placement: Placement, region: Region) -> None:
+        super().__init__(self._split_and_gather)
         self.placement = placement
         self._region = region
+
+    def _split_and_gather(self, module: Module, args: Any, kwargs: Any) -> Any:
+        if self._region.forward is None:
+            return NOT_BYPASSED
+        args, kwargs = self.before(args, kwargs)
+        return self.after(module(*args, **kwargs))
+
+    def before(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments to call the module with."""
+        names, specs = list(parameters_of(self.placement.module)), self.placement.arguments
+        given = dict(zip(names, args, strict=False)) | kwargs
+        parts = {name: self._apply(spec, given[name], name, given) for name, spec in specs.items() if name in given}
+        own = [parts.get(name, value) for name, value in zip(names, args, strict=False)]
+        return (*own, *args[len(names) :]), {name: parts.get(name, value) for name, value in kwargs.items()}
+
+    def after(self, output: Any) -> Any:
+        """The output to return."""
+        specs = self.placement.outputs
+        values = list(output.values()) if isinstance(output, dict) else output  # A model's output has named fields.
+        count = len(values) if isinstance(values, (tuple, list)) else 1
+        if any(index >= count for index in specs):
+            raise self._misfit(values, "the output", f"{max(specs) + 1} values")
+        if isinstance(values, Tensor):
+            return self._apply(specs.get(0), values, "the output", {})
+        if specs and isinstance(values, (tuple, list)):
+            values = self._apply([specs.get(index) for index in range(count)], values, "the output", {})
+        if not isinstance(output, dict):
+            return values
+        for name, value in zip(list(output), values, strict=True):
+            output[name] = value
+        return output
+
+    def _apply(self, spec: Any, value: Any, name: str, given: Mapping[str, Any]) -> Any:
+        """A value with its tensors split or gathered, by a plan of the same structure."""
+        if spec is None or value is None:
+            return value
+        if isinstance(spec, dict):
+            items = value.items()
+            return {key: self._apply(spec.get(key), part, f"{name}[{key!r}]", given) for key, part in items}
+        if isinstance(spec, (list, tuple)):
+            if not isinstance(value, (list, tuple)) or len(value) != len(spec):
+                raise self._misfit(value, name, f"a tuple or list of {len(spec)}")
+            parts = (self._apply(of, value[i], f"{name}[{i}]", given) for i, of in enumerate(spec))
+            return nested.sequence_like(value, list(parts))
+        return self._exchange(spec, value, name, given)
+
+    def _exchange(self, spec: Any, value: Any, name: str, given: Mapping[str, Any]) -> Any:
+        """A tensor, split or gathered."""
+        gathers, expected = isinstance(spec, SequenceParallelOutput), spec.expected_dims
+        dim = spec.gather_dim if gathers else spec.split_dim
+        num_dims = value.ndim if isinstance(value, Tensor) else 0
+        if not -num_dims <= dim < num_dims or expected not in (None, num_dims):
+            if isinstance(spec, SequenceParallelInput) and spec.is_optional:
+                return value
+            act = "gather" if gathers else "split"
+            raise self._misfit(value, name, f"{expected or 'more'} dimensions, to {act} dimension {dim}")
+        if gathers:
+            return self._region.gather(value, dim, f"{name} of {self.where}")
+        if isinstance(spec, SequenceParallelInput):
+            return self._region.split(value, dim)
+        text = self._text_length(spec.text_len_source, given)
+        return self._region.split(value, dim, kept=text if spec.text_first else -text)
+
+    def _text_length(self, source: str | int, given: Mapping[str, Any]) -> int:
+        text = given.get(source) if isinstance(source, str) else source
+        if isinstance(text, Tensor) and text.ndim:
+            return text.shape[1 if text.ndim > 2 else 0]
+        if not isinstance(text, int):
+            raise self._misfit(text, str(source), "the number of text tokens, or the text itself")
+        return text
 
     @property
     def where(self) -> str:
         return repr(self.placement.path or "the model")
 
-    def around(self, module: Module, args: Any, kwargs: Any) -> Any:
-        if self._region.forward is None:
-            return NOT_BYPASSED
-        args, kwargs = self.before(module, args, kwargs)
-        return self.after(module(*args, **kwargs))
-
-    def before(self, module: Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments to call the module with."""
-        return args, kwargs
-
-    def after(self, output: Any) -> Any:
-        """The output to return."""
-        return output
-
-
-class SequenceParallelSplitHook(PlanHook):
-    """Gives a module this rank's part of its arguments, or its caller this rank's part of its output."""
-
-    def before(self, module: Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        names = list(parameters_of(self.placement.module))
-        given = dict(zip(names, args, strict=False)) | kwargs
-        parts = {
-            name: self._split(given[name], spec, given, name)
-            for name, spec in self.placement.inputs.items()
-            if given.get(name) is not None
-        }
-        args = tuple(parts.get(name, value) for name, value in zip(names, args, strict=False)) + args[len(names) :]
-        return args, {name: parts.get(name, value) for name, value in kwargs.items()}
-
-    def after(self, output: Any) -> Any:
-        values = list(output) if isinstance(output, (tuple, list)) else [output]
-        for index, spec in self.placement.returned.items():
-            if index >= len(values):
-                raise invalid(f"The plan splits output {index} of {self.where}, which returns {len(values)} values.")
-            values[index] = self._split(values[index], spec, {}, f"output {index}")
-        return nested.sequence_like(output, values) if isinstance(output, (tuple, list)) else values[0]
-
-    def _split(self, value: Any, spec: Any, given: dict[str, Any], name: str) -> Any:
-        if spec is None or value is None:
-            return value
-        if isinstance(spec, dict):
-            return {key: self._split(part, spec.get(key), given, f"{name}[{key!r}]") for key, part in value.items()}
-        if isinstance(spec, (list, tuple)):
-            if not isinstance(value, (list, tuple)) or len(value) != len(spec):
-                raise invalid(
-                    f"{name} of {self.where} is {_described(value)}; the plan expects a tuple or list of {len(spec)}."
-                )
-            parts = [self._split(value[i], of, given, f"{name}[{i}]") for i, of in enumerate(spec)]
-            return nested.sequence_like(value, parts)
-        if not _has_dims(value, spec.expected_dims, spec.split_dim):
-            if isinstance(spec, SequenceParallelInput) and spec.is_optional:
-                return value
-            raise invalid(
-                f"{name} of {self.where} is {_described(value)}; the plan expects {spec.expected_dims or 'more'} "
-                f"dimensions, to split dimension {spec.split_dim}. Correct the plan: continuing with the whole tensor "
-                "would give a wrong result."
-            )
-        if isinstance(spec, SequenceParallelInput):
-            return self._region.split(value, spec.split_dim)
-        text = self._text_length(spec, given)
-        return self._region.split(value, spec.split_dim, kept=text if spec.text_first else -text)
-
-    def _text_length(self, spec: SequenceParallelPartialInput, given: dict[str, Any]) -> int:
-        source = spec.text_len_source
-        value = given.get(source) if isinstance(source, str) else source
-        if isinstance(value, int):
-            return value
-        if isinstance(value, Tensor) and value.ndim:
-            return value.shape[1 if value.ndim > 2 else 0]
-        raise invalid(
-            f"{source!r} of {self.where} is {_described(value)}; expected the number of text tokens, or the text "
-            "itself."
+    def _misfit(self, value: Any, name: str, expected: str) -> Exception:
+        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        return invalid(
+            f"{name} of {self.where} is {found}; the plan expects {expected}. Correct the plan: going on with the "
+            "whole value would give a wrong result."
         )
 
 
+class SequenceParallelSplitHook(PlanHook):
+    """Splits arguments or outputs of a module."""
+
+
 class SequenceParallelGatherHook(PlanHook):
-    """Gives a module's caller the whole of outputs that are in parts."""
-
-    def after(self, output: Any) -> Any:
-        specs = self.placement.outputs
-        if isinstance(output, Tensor) and len(specs) == 1:
-            return self._gather(output, specs[0], 0)
-        if isinstance(output, dict):  # A model's output with named fields.
-            for (name, value), spec in zip(list(output.items()), specs, strict=False):
-                output[name] = self._gather(value, spec, 0)
-            return output
-        if not isinstance(output, (tuple, list)) or len(specs) > len(output):
-            raise invalid(f"{self.where} returned {_described(output)}; the plan gathers {len(specs)} outputs.")
-        gathered = [self._gather(value, spec, i) for i, (value, spec) in enumerate(zip(output, specs, strict=False))]
-        return nested.sequence_like(output, [*gathered, *output[len(specs) :]])
-
-    def _gather(self, value: Any, spec: SequenceParallelOutput | None, index: int) -> Any:
-        if spec is None or value is None:
-            return value
-        if not _has_dims(value, spec.expected_dims, spec.gather_dim):
-            raise invalid(
-                f"Output {index} of {self.where} is {_described(value)}; the plan expects "
-                f"{spec.expected_dims or 'more'} dimensions, to gather dimension {spec.gather_dim}. Correct the plan."
-            )
-        return self._region.gather(value, spec.gather_dim, f"Output {index} of {self.where}")
+    """Gathers outputs of a module."""
 
 
 class BlockHook(ModelHook):
@@ -194,15 +160,3 @@ class BlockHook(ModelHook):
 
     def failed_forward(self, module: Module, error: BaseException) -> None:
         self.post_forward(module, None)
-
-
-def _has_dims(value: Any, expected: int | None, dim: int) -> bool:
-    if not isinstance(value, Tensor):
-        return False
-    return value.ndim == expected if expected is not None else -value.ndim <= dim < value.ndim
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, (list, tuple)) else repr(value)[:60]

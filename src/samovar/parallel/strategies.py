@@ -15,9 +15,7 @@ nothing is padded. Rows that every rank has need no exchange on the way in.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -35,7 +33,7 @@ _WithLse = tuple[Tensor, Tensor]
 """The output of an attention and the log-sum-exp of its scores, (B, H, Q)."""
 
 
-def strategy_of(config: SequenceParallelConfig, mesh: ParallelMesh, *, or_gathered: bool) -> Strategy:
+def strategy_of(config: SequenceParallelConfig, mesh: ParallelMesh, *, or_gathered: bool = False) -> Strategy:
     """The attention that a config selects; with `or_gathered`, gathered keys and values where it cannot."""
     gathered = partial(gathered_attention, group=mesh.sequence)
     ring = partial(ring_attention, group=mesh.ring, convert_to_fp32=config.convert_to_fp32)
@@ -44,8 +42,8 @@ def strategy_of(config: SequenceParallelConfig, mesh: ParallelMesh, *, or_gather
     chosen: Strategy = {"gathered": gathered, "ring": ring, "ulysses": ulysses, "hybrid": ulysses}[config.strategy]
 
     def strategy(attention: Attention) -> Tensor:
-        if not sum(attention.key_counts):  # Every rank has all keys: nothing to exchange.
-            return gathered(attention)
+        if not sum(attention.keys.counts):  # Every rank has all keys: nothing to exchange.
+            return attention.attend(attention.key, attention.value, attention.mask_of(mesh.sequence.index))
         try:
             return chosen(attention)
         except StrategyError:
@@ -58,13 +56,11 @@ def strategy_of(config: SequenceParallelConfig, mesh: ParallelMesh, *, or_gather
 
 def gathered_attention(attention: Attention, group: Group) -> Tensor:
     """The attention of this rank's queries to the keys of all ranks."""
-    kept, mask = attention.replicated_keys, attention.mask_of_own_rows(group.index)
-    if not sum(attention.key_counts):
-        return attention.attend(attention.key, attention.value, mask)
-    own = [attention.key[:, :, kept:], attention.value[:, :, kept:]]
-    keys, values = group.gather_rows(own, attention.key_counts, dim=2)
-    key, value = attention.key[:, :, :kept], attention.value[:, :, :kept]
-    return attention.attend(torch.cat([key, *keys], dim=2), torch.cat([value, *values], dim=2), mask)
+    kept, counts = attention.keys
+    both = torch.cat([attention.key, attention.value], dim=3)
+    whole = torch.cat([both[:, :, :kept], group.gather(both[:, :, kept:], counts, dim=2)], dim=2)
+    key, value = whole.split_with_sizes([attention.key.shape[3], attention.value.shape[3]], dim=3)
+    return attention.attend(key.contiguous(), value.contiguous(), attention.mask_of(group.index))
 
 
 # ------------------------------------------------------------------------------------------------ ring
@@ -72,9 +68,8 @@ def gathered_attention(attention: Attention, group: Group) -> Tensor:
 
 def ring_attention(attention: Attention, group: Group, convert_to_fp32: bool = True) -> Tensor:
     """The attention of this rank's queries to the keys of all ranks."""
-    kept, counts = attention.replicated_keys, attention.key_counts
-    mask = attention.mask_of_own_rows(group.index)
-    starts = list(accumulate(counts, initial=kept))
+    kept, counts = attention.keys
+    mask = attention.mask_of(group.index)
     key, value = attention.key, attention.value
     flat = torch.cat([key[:, :, kept:].reshape(-1), value[:, :, kept:].reshape(-1)])
     row = flat.numel() // counts[group.index]
@@ -88,7 +83,7 @@ def ring_attention(attention: Attention, group: Group, convert_to_fp32: bool = T
             key, value = unpacked(flat, [(*t.shape[:2], counts[holder], t.shape[3]) for t in (key, value)])
         columns = None
         if mask is not None:
-            columns = mask.narrow(3, starts[holder], counts[holder])
+            columns = mask.narrow(3, attention.keys.start(holder), counts[holder])
             columns = columns if turn else torch.cat([mask[..., :kept], columns], dim=3)
         part = attend_with_lse(attention.query, key, value, columns, attention.scale)
         merged = merge(merged, part, convert_to_fp32)
@@ -105,21 +100,22 @@ def merge(merged: _WithLse | None, part: _WithLse, convert_to_fp32: bool) -> _Wi
         return output, lse
     total = torch.logaddexp(merged[1], lse)
     # A query that sees none of the keys yet has no weight anywhere: -inf less -inf must give 0.
-    weights = [torch.exp(part_lse - total).nan_to_num(0.0).unsqueeze(-1) for part_lse in (merged[1], lse)]
-    return merged[0] * weights[0].to(output.dtype) + output * weights[1].to(output.dtype), total
+    before, now = (torch.exp(part_lse - total).nan_to_num(0.0).unsqueeze(-1) for part_lse in (merged[1], lse))
+    return merged[0] * before.to(output.dtype) + output * now.to(output.dtype), total
 
 
 def attend_with_lse(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> _WithLse:
     """Attention and the log-sum-exp of its scores."""
-    if key.shape[1] != query.shape[1]:
-        key, value = _with_all_heads(key, query.shape[1]), _with_all_heads(value, query.shape[1])
+    key, value = (_with_all_heads(tensor, query.shape[1]) for tensor in (key, value))
     if mask is None and query.shape[-1] == value.shape[-1] and query.device.type in ("cpu", "cuda"):
         return _by_kernel(query, key, value, scale)
     factor = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
     rows = torch.split(query, ROWS_AT_ONCE, dim=2)
     masks = [mask] * len(rows) if mask is None or mask.shape[2] == 1 else torch.split(mask, ROWS_AT_ONCE, dim=2)
-    parts = [_by_hand(row * factor, key, value, part) for row, part in zip(rows, masks, strict=True)]
-    return torch.cat([part[0] for part in parts], dim=2), torch.cat([part[1] for part in parts], dim=2)
+    outputs, lses = zip(
+        *(_by_hand(row * factor, key, value, m) for row, m in zip(rows, masks, strict=True)), strict=True
+    )
+    return torch.cat(outputs, dim=2), torch.cat(lses, dim=2)
 
 
 def _by_hand(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> _WithLse:
@@ -144,7 +140,8 @@ def _by_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -
 
 def _with_all_heads(tensor: Tensor, num_heads: int) -> Tensor:
     """Grouped heads of keys or values, repeated for each query head."""
-    return tensor.repeat_interleave(num_heads // tensor.shape[1], dim=1)
+    times = num_heads // tensor.shape[1]
+    return tensor if times == 1 else tensor.repeat_interleave(times, dim=1)
 
 
 # ------------------------------------------------------------------------------------------------ Ulysses
@@ -159,54 +156,35 @@ def ulysses_attention(attention: Attention, group: Group, inner: Strategy, place
             f"Ulysses over {size} ranks needs at least as many heads, but this attention has {num_heads}. Use gathered "
             "keys and values (allgather_degree) or ring, which work with any number, or a lower ulysses_degree."
         )
-    if attention.key.shape[1] < size:
-        key, value = (_with_all_heads(tensor, num_heads) for tensor in (attention.key, attention.value))
-        attention = replace(attention, key=key, value=value)
-    key_heads = spread(attention.key.shape[1], size)
+    key, value = attention.key, attention.value
+    if key.shape[1] < size:
+        key, value = (_with_all_heads(tensor, num_heads) for tensor in (key, value))
+    key_heads = spread(key.shape[1], size)
     heads = [count * num_heads // sum(key_heads) for count in key_heads]
-    members = slice(size * place, size * (place + 1))
-    queries, keys = attention.query_counts[members], attention.key_counts[members]
+    members, own = slice(size * place, size * (place + 1)), group.index
 
-    # Tensor, rows that every rank has, heads of each rank, tokens of each rank.
-    parts = [
-        (attention.query, attention.replicated_queries, heads, queries),
-        (attention.key, attention.replicated_keys, key_heads, keys),
-        (attention.value, attention.replicated_keys, key_heads, keys),
-    ]
-    by_rank = list(zip(*(torch.split(t[:, :, kept:], list(split), dim=1) for t, kept, split, _ in parts), strict=True))
-    shapes = [
-        [(t.shape[0], split[group.index], counts[rank], t.shape[3]) for t, _, split, counts in parts]
-        for rank in range(size)
-    ]
-    exchanged = []
-    for (tensor, kept, split, _), arrived in zip(
-        parts, zip(*group.all_to_all(by_rank, shapes), strict=True), strict=True
+    parts, shapes, kept = [], [], []
+    for tensor, rows, split in (
+        (attention.query, attention.queries, heads),
+        (key, attention.keys, key_heads),
+        (value, attention.keys, key_heads),
     ):
-        own_heads = torch.split(tensor[:, :, :kept], list(split), dim=1)[group.index]
-        exchanged.append(torch.cat([own_heads, *arrived], dim=2))
+        replicated, tokens = tensor.tensor_split([rows.replicated], dim=2)
+        kept.append(replicated.split_with_sizes(split, dim=1)[own])
+        parts.append(tokens.split_with_sizes(split, dim=1))
+        shapes.append([(len(tensor), split[own], count, tensor.shape[3]) for count in rows.counts[members]])
+    arrived = zip(kept, group.all_to_all(parts, shapes), strict=True)
+    query, key, value = (torch.cat([replicated, *tokens], dim=2) for replicated, tokens in arrived)
     mask = attention.mask
     if mask is not None and mask.shape[1] > 1:
-        mask = torch.split(mask, heads, dim=1)[group.index]
-    local = replace(
-        attention,
-        query=exchanged[0],
-        key=exchanged[1],
-        value=exchanged[2],
-        mask=mask,
-        query_counts=_sums(attention.query_counts, size),
-        key_counts=_sums(attention.key_counts, size),
-    )
-    return _exchange_back(inner(local), group, heads, queries, attention.replicated_queries)
+        mask = mask.split_with_sizes(heads, dim=1)[own]
+    merged = attention.queries.merged(size), attention.keys.merged(size)
+    output = inner(Attention(query, key, value, *merged, mask, attention.scale))
 
-
-def _sums(counts: tuple[int, ...], size: int) -> tuple[int, ...]:
-    return tuple(sum(counts[start : start + size]) for start in range(0, len(counts), size))
-
-
-def _exchange_back(output: Tensor, group: Group, heads: list[int], queries: tuple[int, ...], kept: int) -> Tensor:
-    """This rank's rows with all heads: every rank sends the rows that all have, and those of each rank's tokens."""
-    _, *rows = torch.split(output, [kept, *queries], dim=2)
-    sent = [[torch.cat([output[:, :, :kept], part], dim=2)] for part in rows]
-    batch, _, _, width = output.shape
-    arrived = group.all_to_all(sent, [[(batch, count, kept + queries[group.index], width)] for count in heads])
-    return torch.cat([part for (part,) in arrived], dim=1)
+    # Back: every rank gets the rows that all have, and those of its tokens, of the heads that were computed here.
+    counts = attention.queries.counts[members]
+    replicated, *by_rank = output.split_with_sizes([attention.queries.replicated, *counts], dim=2)
+    back = [torch.cat([replicated, tokens], dim=2) for tokens in by_rank]
+    shape = back[own].shape
+    (returned,) = group.all_to_all([back], [[(shape[0], count, *shape[2:]) for count in heads]])
+    return torch.cat(returned, dim=1)

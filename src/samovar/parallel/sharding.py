@@ -17,13 +17,11 @@ from ..core.interop import attention_backend
 from ..hooks import Handle, HookRegistry, ModelHook, call_context, install_hook
 from ..trace.shadow import TrialFailed, trial
 from ..trace.watch import Watcher
-from .attention import Strategy
-from .collectives import Group
 from .derive import Candidate, candidates
-from .mesh import ParallelMesh, SequenceParallelConfig, StrategyName, make_mesh, rank_and_world
+from .mesh import SequenceParallelConfig, make_mesh, rank_and_world
 from .plan import Placement, SequenceParallelModelPlan, declared_plan, invalid, place_plan, read_plan
 from .region import Forward, Region, Trace
-from .shard import BlockHook, ModelCallHook, PlanHook, SequenceParallelGatherHook, SequenceParallelSplitHook
+from .shard import AroundHook, BlockHook, PlanHook, SequenceParallelGatherHook, SequenceParallelSplitHook
 from .strategies import strategy_of
 
 ROOT, INNERMOST, BLOCK = "sequence_parallel", "sequence_parallel_innermost", "sequence_parallel_block"
@@ -34,12 +32,10 @@ class Sharding(Handle, ModelHook):
     """A sharded model. As its innermost hook, when all others have made the model ready to run, it rehearses forwards,
     and does what the plan says at the model itself. On a single rank nothing is attached."""
 
-    def __init__(
-        self, model: Module, group: Group, strategy: Strategy, plan: Candidate | None, *, is_trusted: bool
-    ) -> None:
+    def __init__(self, model: Module, region: Region, plan: Candidate | None, *, is_trusted: bool) -> None:
         """A plan that is trusted is not compared with the unsharded output."""
         super().__init__()
-        self.region = Region(group, strategy)
+        self.region = region
         self.source = ""
         """Where the plan comes from; empty as long as there is none."""
         self.plan: SequenceParallelModelPlan = {}
@@ -50,7 +46,7 @@ class Sharding(Handle, ModelHook):
         self._given = plan
         self._is_trusted = is_trusted
         self._plan_hooks = contextlib.ExitStack()
-        self._bare_root = self._root = PlanHook(Placement("", "", model), self.region)
+        self._bare_root = self._root = PlanHook(Placement("", "", model), region)
         """What the plan does at the model itself: after a rehearsal, which may change the plan."""
         self._traces: dict[Any, Trace] = {}
 
@@ -64,7 +60,7 @@ class Sharding(Handle, ModelHook):
             self._undo.callback(self._drop_plan)
             if self._given is not None and self._is_trusted:
                 self._adopt(self._given)
-            install_hook(self._undo, self._model, ROOT, ModelCallHook(self._call))
+            install_hook(self._undo, self._model, ROOT, AroundHook(self._call))
             install_hook(self._undo, self._model, INNERMOST, self)
             for stack in self._anatomy.stacks:
                 for path, block in zip(stack.block_paths, stack.modules(self._model), strict=True):
@@ -78,10 +74,10 @@ class Sharding(Handle, ModelHook):
         self._drop_plan()
         with contextlib.ExitStack() as undo:
             for placement in placements:
-                kind = SequenceParallelGatherHook if placement.outputs else SequenceParallelSplitHook
+                kind = SequenceParallelGatherHook if placement.gathers else SequenceParallelSplitHook
                 hook = kind(placement, self.region)
                 if placement.path:
-                    name = f"sp_{'output' if placement.outputs else 'input'}---{placement.key}"
+                    name = f"sp_{'output' if placement.gathers else 'input'}---{placement.key}"
                     install_hook(undo, placement.module, name, hook)
                 else:
                     self._root = hook
@@ -111,11 +107,12 @@ class Sharding(Handle, ModelHook):
         if signature not in self._traces:
             eager: Any = torch.compiler.set_stance("force_eager")  # A rehearsal is not worth a compilation.
             with eager, self.region.running(None), call_context(request=None, branch=None):
-                trace = self._rehearse(given) if self._is_trusted else self._choose(given)
-            self._traces[signature] = trace
+                if not self._is_trusted:
+                    self._choose(given)
+                self._traces[signature] = self._rehearse(given)
         assert forward is not None
         forward.trace = self._traces[signature]
-        return self._root.before(module, args, kwargs)
+        return self._root.before(args, kwargs)
 
     def post_forward(self, module: Module, output: Any) -> Any:
         """Gather what the plan gathers at the root."""
@@ -147,13 +144,12 @@ class Sharding(Handle, ModelHook):
     def _run_bare(self, given: tuple[Any, Any]) -> Any:
         """The model itself, with what the plan does at its root but no other hook of its root."""
         args, kwargs = nested.map_tensors(lambda tensor: tensor, given)  # Some models empty the lists they are given.
-        bare = self.call_original
         if self.region.forward is None:
-            return bare(self._model, *args, **kwargs)
-        args, kwargs = self._root.before(self._model, args, kwargs)
-        return self._root.after(bare(self._model, *args, **kwargs))
+            return self.call_original(self._model, *args, **kwargs)
+        args, kwargs = self._root.before(args, kwargs)
+        return self._root.after(self.call_original(self._model, *args, **kwargs))
 
-    def _choose(self, given: tuple[Any, Any]) -> Trace:
+    def _choose(self, given: tuple[Any, Any]) -> None:
         """Find a plan that gives the unsharded output, and attach it."""
         watched = Watcher(self._model, self._anatomy, keeps_calls=True)
         with watched.watching(), torch.no_grad():
@@ -162,61 +158,48 @@ class Sharding(Handle, ModelHook):
         for candidate in itertools.chain([self._given] if self._given else [], derived):
             try:
                 with trial(given):
-                    trace = self._verified(candidate, given, reference)
+                    self._verify(candidate, given, reference)
             except TrialFailed as error:
                 if isinstance(error.__cause__, StrategyError):  # No other plan would help.
                     raise error.__cause__ from None
                 self.rejected[candidate.source] = str(error)
                 self._drop_plan()
-                continue
-            self._is_trusted = True
-            return trace
+            else:
+                self._is_trusted = True
+                return
         reasons = "; ".join(f"{source}: {reason}" for source, reason in self.rejected.items())
         raise ModelError(
             f"Found no plan with which {type(self._model).__name__} gives the same output on several ranks. Write one "
             f"(see docs/guides/parallel.md), or run it on one rank. Tried: {reasons}."
         )
 
-    def _verified(self, candidate: Candidate, given: tuple[Any, Any], reference: Any) -> Trace:
-        """The rehearsal of a plan that gives the unsharded output."""
+    def _verify(self, candidate: Candidate, given: tuple[Any, Any], reference: Any) -> None:
+        """Attach a plan; an error if it does not give the unsharded output."""
         self._adopt(candidate)
-        trace = self._rehearse(given)
-        with self.region.running(Forward(trace)):
+        with self.region.running(Forward(self._rehearse(given))):
             output = self._run_bare(given)
         apart = self.region.group.difference(output, reference)
         if apart:
             raise ShardingError(f"the output differs from the unsharded one by {apart:.1e} of its norm")
-        return trace
 
 
 # ------------------------------------------------------------------------------------------------ public
 
 
 def apply_sequence_parallel(
-    module: Module,
-    config: SequenceParallelConfig,
-    plan: SequenceParallelModelPlan,
-    *,
-    strategy: StrategyName | None = None,
-    mesh: ParallelMesh | None = None,
+    module: Module, config: SequenceParallelConfig, plan: SequenceParallelModelPlan
 ) -> Sharding:
     """Shard a model by a plan, which is trusted to be right. Nothing is attached for a single rank."""
     plan = read_plan(plan)
     place_plan(module, plan)
-    return _attach(module, config, mesh, strategy, Candidate("given", plan), is_trusted=True)
+    return _attach(module, config, Candidate("given", plan), is_trusted=True)
 
 
-def enable_sequence_parallel_for_model(
-    model: Module,
-    config: SequenceParallelConfig | None = None,
-    *,
-    strategy: StrategyName | None = None,
-    mesh: ParallelMesh | None = None,
-) -> Sharding:
+def enable_sequence_parallel_for_model(model: Module, config: SequenceParallelConfig | None = None) -> Sharding:
     """Shard a model by the plan that it comes with, or by one derived from its blocks. Either is compared with the
-    unsharded output at the first forward. Without a config, all ranks share one sequence."""
-    model = unwrapped(model)
-    declared = declared_plan(model)
+    unsharded output at the first forward. Without a config, all ranks share one sequence: by Ulysses, and by gathered
+    keys and values in attentions that have fewer heads than there are ranks."""
+    model, declared = unwrapped(model), declared_plan(model)
     if not find_anatomy(model).stacks:
         if declared is None:
             raise ModelError(
@@ -224,12 +207,7 @@ def enable_sequence_parallel_for_model(
                 "from which to derive one. Give one: apply_sequence_parallel(model, config, plan)."
             )
         place_plan(model, declared[1])
-    if config is None:
-        strategy = strategy or "auto"
-        heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
-        heads = heads if isinstance(heads, int) else None
-        config = SequenceParallelConfig.of_strategy(strategy, rank_and_world()[1], heads)
-    return _attach(model, config, mesh, strategy, Candidate(*declared) if declared else None, is_trusted=False)
+    return _attach(model, config, Candidate(*declared) if declared else None, is_trusted=False)
 
 
 def remove_sequence_parallel(module: Module, plan: SequenceParallelModelPlan) -> None:
@@ -257,35 +235,18 @@ def sharding_of(model: Module) -> Sharding | None:
 
 
 def _attach(
-    model: Module,
-    config: SequenceParallelConfig,
-    mesh: ParallelMesh | None,
-    strategy: StrategyName | None,
-    plan: Candidate | None,
-    *,
-    is_trusted: bool,
+    model: Module, config: SequenceParallelConfig | None, plan: Candidate | None, *, is_trusted: bool
 ) -> Sharding:
     model = unwrapped(model)
     if sharding_of(model) is not None:
         raise HookConflictError(
             f"This {type(model).__name__} is sharded already. Call detach() on the handle of the first sharding."
         )
-    if strategy not in (None, "auto", config.strategy):
-        raise SettingError(
-            f"strategy={strategy!r} contradicts {config}, which selects {config.strategy!r}. Give one of them, or "
-            'strategy="auto".',
-            param="strategy",
-        )
-    mesh = mesh or make_mesh(config)
-    size = config.sequence_parallel_size
-    if mesh.sequence.size != size:
-        raise SettingError(
-            f"{config} needs {size} ranks per sequence; the mesh has {mesh.sequence.size}. Use make_mesh(config).",
-            param="mesh",
-        )
-    chosen = strategy_of(config, mesh, or_gathered=strategy == "auto")
-    sharding = Sharding(model, mesh.sequence, chosen, plan, is_trusted=is_trusted)
-    if size > 1:
+    chosen = config or SequenceParallelConfig.from_name("ulysses", rank_and_world()[1])
+    mesh = make_mesh(chosen)
+    strategy = strategy_of(chosen, mesh, or_gathered=config is None)
+    sharding = Sharding(model, Region(mesh.sequence, strategy), plan, is_trusted=is_trusted)
+    if mesh.sequence.size > 1:
         _check_backends(model)
         sharding.attach()
     return sharding
