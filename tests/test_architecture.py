@@ -41,7 +41,7 @@ BUDGETS = {
     "core": 10_800,
     "engine": 40_600,
     "graphs": 6_100,
-    "hooks": 11_100,
+    "hooks": 10_500,
     "lab": 13_800,
     "media": 3_500,
     "offload": 45_100,

@@ -288,7 +288,7 @@ def test_hints_and_paths() -> None:
     roles = {
         "img": "sample", "noisy_image": "sample", "timesteps": "time", "sigma_t": "time", "given.timestep": "time",
         "mid_block_additional_residual": "residual", "added.time_ids": "conditioning", "video_coords": "conditioning",
-        "prompt_embeds.x": "conditioning", "encoder_hidden_states": "conditioning", "image_embeds": "conditioning",
+        "encoder_hidden_states": "conditioning", "image_embeds": "conditioning",
     }  # fmt: skip
     assert {path: role_by_name(path) for path in roles} == roles
     leaves = leaves_of(("a", "*rest"), (1, 2, [3, {"x": None}]), {"b": (4,)})

@@ -65,7 +65,7 @@ State = TypeVar("State", bound=BaseState)
 class StateManager(Generic[State]):
     """One state for each request and branch, made when it is first needed."""
 
-    most_states = 256
+    max_states = 256
     """Kept at a time: a pipeline whose conditioning is new at each step must not fill the memory. The one that was
     used longest ago is reset and dropped."""
 
@@ -96,7 +96,7 @@ class StateManager(Generic[State]):
             state = self._states.get(key)
             if state is None:
                 state = self._states[key] = self._make()
-                if len(self._states) > self.most_states:
+                if len(self._states) > self.max_states:
                     self._states.popitem(last=False)[1].reset()
             self._states.move_to_end(key)
             return state

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, TypeVar
-
-SelfHandle = TypeVar("SelfHandle", bound="Handle")
+from typing import Any, Self
 
 
 class Handle:
@@ -19,7 +17,7 @@ class Handle:
         """Take it off: the pipeline or module is what it was before."""
         self._undo.close()
 
-    def __enter__(self: SelfHandle) -> SelfHandle:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -7,8 +7,8 @@ as they are, whoever came first. To others the module's `__class__` is unchanged
 `type(module) is Class` sees the difference. Copies and pickles are of the bare class.
 
 A method that others replace on the module's class (`Class.forward = faster`) takes effect at the next call, hooked or
-not. A direct call of `module.forward(...)` goes through the hooks as well, once, unless another library put its own
-`forward` on the instance before.
+not. A direct call of `module.forward(...)` is a call of the module, unless another library has put its own `forward` on
+the instance.
 
 Under `torch.compile` hooks run outside the graph. A compiled block (`block.compile()`, before or after hooking) stays
 one graph. Compiling a module *around* hooked ones breaks its graph at each. A compiled function does not see a hooked
@@ -44,6 +44,7 @@ _INSIDE = "_samovar_inside"
 set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
 """Swaps an object's class, whatever the object itself says of its `__class__`."""
 _plain_call: Any = torch.nn.Module.__call__
+_plain_call_impl: Any = torch.nn.Module._call_impl
 _GLOBAL_HOOKS = global_hooks()
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -115,16 +116,8 @@ def install(module: torch.nn.Module, registry: HookRegistry) -> None:
             f"A {type(module).__name__} cannot be hooked, because its class cannot be subclassed ({error}). "
             "Hook the module that it wraps, or one that contains it."
         ) from error
-    _note_class(module, registry)
     vars(module)[_ENTRY] = registry
     vars(module)[_INSIDE] = False
-
-
-def _note_class(module: torch.nn.Module, registry: HookRegistry) -> None:
-    """Store what each call needs to know about the class where it is found fast."""
-    hooked: Any = type(module)
-    registry.bare = hooked._samovar_bare
-    registry.calls_plainly = registry.bare._call_impl is torch.nn.Module._call_impl
 
 
 def uninstall(module: torch.nn.Module, registry: HookRegistry) -> None:
@@ -155,12 +148,12 @@ def _call_recorded(module: Any, args: Any, kwargs: Any) -> Any:
         return module(*args, **kwargs)
     recorder = registry.recorder
     if recorder is None or is_watched():
-        return _call_itself(module, registry, args, kwargs)
-    return recorder(lambda given: _call_itself(module, registry, *given), (args, kwargs))
+        return _call_itself(module, args, kwargs)
+    return recorder(lambda given: _call_itself(module, *given), (args, kwargs))
 
 
-def _call_itself(module: Any, registry: HookRegistry, args: Any, kwargs: Any) -> Any:
-    instance, bare = module.__dict__, registry.bare
+def _call_itself(module: Any, args: Any, kwargs: Any) -> Any:
+    instance, bare = module.__dict__, module._samovar_bare
     if not (
         instance["_forward_hooks"]
         or instance["_forward_pre_hooks"]
@@ -169,7 +162,7 @@ def _call_itself(module: Any, registry: HookRegistry, args: Any, kwargs: Any) ->
         or "forward" in instance
         or COMPILED_CALL in instance
         or bare.__call__ is not _plain_call
-        or not registry.calls_plainly
+        or bare._call_impl is not _plain_call_impl
         or any(_GLOBAL_HOOKS)
     ):
         # There is nothing around forward, so torch would only call it.
@@ -182,16 +175,6 @@ def _call_itself(module: Any, registry: HookRegistry, args: Any, kwargs: Any) ->
         _inside.module = outer
         if _INSIDE in instance:
             instance[_INSIDE] = was_inside
-
-
-def _enter_forward(module: Any, args: Any, kwargs: Any) -> Any:
-    registry = attached_registry(module)
-    inner = module._samovar_bare.forward
-    return inner(module, *args, **kwargs) if registry is None else registry.enter(_call_forward, args, kwargs)
-
-
-def _call_forward(module: Any, args: Any, kwargs: Any) -> Any:
-    return module._samovar_bare.forward(module, *args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------ hooked classes
@@ -244,24 +227,20 @@ def _get_class(self: torch.nn.Module) -> type:
 
 def _set_class(self: torch.nn.Module, cls: type) -> None:
     """Others may swap the class too (torch's parametrisations, lazy modules); ours stays in front of theirs."""
-    registry = attached_registry(self)
-    if registry is None:
-        set_class(self, cls)
-    else:
-        set_class(self, _hooked_class(cls, hasattr(self, "cache_context")))
-        _note_class(self, registry)
+    is_hooked = attached_registry(self) is not None
+    set_class(self, _hooked_class(cls, hasattr(self, "cache_context")) if is_hooked else cls)
 
 
 def _intercepted_forward(bare: Any) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_compiling():
             is_inside = self._samovar_inside
-            return bare.forward(self, *args, **kwargs) if is_inside else _outside_graph.forward(self, args, kwargs)
+            return bare.forward(self, *args, **kwargs) if is_inside else _outside_graph.call(self, args, kwargs)
         registry = attached_registry(self)
         # Without a registry: this bound method was kept from when the module was hooked.
-        if registry is None or _inside.module is self:
+        if registry is None or _inside.module is self or "forward" in self.__dict__:
             return bare.forward(self, *args, **kwargs)
-        return registry.run(self, _enter_forward, args, kwargs)
+        return registry.run(self, call_bare, args, kwargs)
 
     # torch limits the number of graphs per code object: every class has its own, as it had without hooks.
     forward.__code__ = forward.__code__.replace()
@@ -300,7 +279,6 @@ class _OutsideGraph:
     """Where a graph breaks to run hooks."""
 
     call: Callable[..., Any]
-    forward: Callable[..., Any]
     runner: Callable[[torch.nn.Module], Any]
 
 
@@ -312,9 +290,8 @@ def _prepare_for_compilation() -> None:
     if not vars(_outside_graph):
         _outside_graph.runner = never_compiled(lambda module: attached_registry(module).run_outside_graph)  # type: ignore[union-attr]
         _outside_graph.call = never_compiled(_call_outside_graph, recursive=False)
-        _outside_graph.forward = never_compiled(_forward_outside_graph, recursive=False)
-        calls = call_bare, _call_recorded, _call_itself, _enter_forward, _call_forward, bare_class, attached_registry
-        for function in (_call_outside_graph, _forward_outside_graph, *calls):
+        calls = _call_outside_graph, call_bare, _call_recorded, _call_itself, bare_class, attached_registry
+        for function in calls:
             skip_frame(function)
         from torch._dynamo import trace_rules
 
@@ -326,10 +303,6 @@ def _prepare_for_compilation() -> None:
 
 def _call_outside_graph(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     return _outside_graph.runner(module)(module, call_bare, args, kwargs)
-
-
-def _forward_outside_graph(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    return _outside_graph.runner(module)(module, _enter_forward, args, kwargs)
 
 
 def never_compiled(function: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:

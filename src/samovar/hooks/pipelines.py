@@ -100,8 +100,8 @@ def _hooked_class(cls: Any) -> Any:
     if call is not None:
         body["__call__"] = _bracketed(call)
     for name in ("device", "_execution_device"):
-        if hasattr(cls, name):
-            body[name] = _device_property(cls, name)
+        if isinstance(getattr(cls, name, None), property):
+            body[name] = _device_property(getattr(cls, name))
     return class_before(cls, BareCopies, body)
 
 
@@ -121,22 +121,12 @@ def _bracketed(bare: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _device_property(cls: type, name: str) -> property:
+def _device_property(bare: property) -> property:
     """The pipeline's own device, unless a hook knows better."""
 
     def get(self: Any) -> Any:
         devices = (hook.execution_device for hook in pipeline_hooks(self).values())
         known = next((device for device in devices if device is not None), None)
-        if known is not None:
-            return known
-        own = getattr(cls, name, None)
-        return own.__get__(self) if isinstance(own, property) else vars(self).get(name, own)
+        return bare.__get__(self) if known is None else known
 
-    def put(self: Any, value: Any) -> None:
-        own = getattr(cls, name, None)
-        if isinstance(own, property):
-            own.__set__(self, value)
-        else:
-            vars(self)[name] = value
-
-    return property(get, put)
+    return property(get, bare.fset)

@@ -8,15 +8,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
-
-class Recorder(Protocol):
-    """Runs a module's forward, or replays what it did."""
-
-    def __call__(self, function: Callable[[Any], Any], given: Any) -> Any:
-        """What the function returns for what is given: tensors, numbers and strings in any containers. For inputs of
-        one form it always does the same."""
+Recorder = Callable[[Callable[[Any], Any], Any], Any]
+"""Runs a module's forward, or replays what it did: returns what the function returns for what is given, which are
+tensors, numbers and strings in any containers. For inputs of one form it always does the same."""
 
 
 class _Watched(threading.local):

@@ -157,14 +157,9 @@ class HookRegistry:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._hooks: dict[str, ModelHook] = {}
-        self._sorted: tuple[str, ...] = ()
         self.run: Runner = _Chain().run
         """Runs the hooks around `inner(module, args, kwargs)`."""
         self._run_outside_graph: Runner | None = None
-        self.bare: Any = None
-        """The module's own class, while the module is hooked."""
-        self.calls_plainly = False
-        """Whether that class leaves torch's way from `__call__` to `forward` as it is."""
         self.recorder: Recorder | None = None
         """Replays the module's own forward, inside all hooks."""
         self._arrive: Callable[..., Any] | None = None
@@ -250,18 +245,20 @@ class HookRegistry:
     def reset(self) -> None:
         """Remove all hooks and their states, innermost first; the module is as it was before the first."""
         with contextlib.ExitStack() as removals:
-            for name in self._sorted:
+            for name, hook in self._hooks.items():
                 removals.callback(self.remove_hook, name)
-                removals.callback(self._hooks[name].reset_state, self._module)
+                removals.callback(hook.reset_state, self._module)
 
     def update_sorted_hooks(self) -> None:
         """Sort again: by order class, then by name, with a hook that overrides `new_forward` last in its class."""
 
-        def key(name: str) -> tuple[HookOrder, bool, str]:
-            hook = self._hooks[name]
+        def key(item: tuple[str, ModelHook]) -> tuple[HookOrder, bool, str]:
+            name, hook = item
             return hook.order, _overrides(hook, "new_forward"), name
 
-        self._sorted = tuple(sorted(self._hooks, key=key))
+        ordered = sorted(self._hooks.items(), key=key)
+        self._hooks.clear()
+        self._hooks.update(ordered)
         self.run = self._build_chain().run
         self._run_outside_graph = None
         if self._hooks:
@@ -289,7 +286,7 @@ class HookRegistry:
         return self._run_outside_graph
 
     def _build_chain(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None) -> _Chain:
-        hooks = [self._hooks[name] for name in self._sorted]
+        hooks = list(self._hooks.values())
         self._arrive = next((hook.arrive for hook in hooks if _overrides(hook, "arrive")), None)
         within = [hook for hook in hooks if hook.order > HookOrder.CACHE and self._arrive is not None]
         self._inside = _chain_of(within, wrap)
@@ -298,16 +295,16 @@ class HookRegistry:
     @property
     def chain(self) -> tuple[tuple[str, HookOrder], ...]:
         """The names of the hooks and their order classes, outermost first."""
-        return tuple((name, self._hooks[name].order) for name in self._sorted)
+        return tuple((name, hook.order) for name, hook in self._hooks.items())
 
     @property
     def by_name(self) -> dict[str, ModelHook]:
-        """The hooks by name, as they are at any time; to look at."""
+        """The hooks by name, outermost first, as they are at any time; to look at."""
         return self._hooks
 
     def hooks(self, order: HookOrder) -> dict[str, ModelHook]:
         """The hooks of one order class by name, outermost first."""
-        return {name: self._hooks[name] for name in self._sorted if self._hooks[name].order is order}
+        return {name: hook for name, hook in self._hooks.items() if hook.order is order}
 
     def __contains__(self, name: str) -> bool:
         return name in self._hooks

@@ -26,10 +26,6 @@ _SAMPLE = (
 _TIME = ("t", "ts", "time", "times", "sigma_t", "noise_level", "noise_levels")
 _TIME_ENDINGS = ("sigma", "sigmas", "_time")
 _RESIDUAL_WORDS = ("controlnet", "block_samples", "residual")
-_CONDITIONING_WORDS = (
-    "encoder_hidden_states", "prompt", "text", "txt", "caption", "cap_feats", "embeds", "pooled", "class", "label",
-    "mask", "ids", "guidance"
-)  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------ names and arguments
 
@@ -38,8 +34,8 @@ _CONDITIONING_WORDS = (
 def role_by_name(path: str) -> Role:
     """The usual role of an argument with this name. Of an object that holds all arguments, the field's name counts."""
     parameter, *inner = [part for part in path.split(".") if not part.isdigit()] or [path]
-    names = [parameter] if is_well_known(parameter) else [*inner[-1:], parameter]
-    return next((role for role in map(_role_of_word, names) if role != "conditioning"), "conditioning")
+    roles = map(_role_of_word, [*inner[-1:], parameter])
+    return next((role for role in roles if role != "conditioning"), "conditioning")
 
 
 def _role_of_word(name: str) -> Role:
@@ -50,76 +46,48 @@ def _role_of_word(name: str) -> Role:
     return "residual" if any(word in name for word in _RESIDUAL_WORDS) else "conditioning"
 
 
-@functools.cache
-def is_well_known(path: str) -> bool:
-    """Whether the name of a conditioning argument leaves little doubt."""
-    return any(
-        part == "y" or (_role_of_word(part) == "conditioning" and any(word in part for word in _CONDITIONING_WORDS))
-        for part in path.split(".")
-    )
-
-
 def parameter_names(module: torch.nn.Module) -> tuple[str, ...]:
     """The parameters of a module's forward; "*rest" for all further positional arguments."""
     parameters = inspect.signature(module.forward).parameters.values()
     return tuple("*" + p.name if p.kind is p.VAR_POSITIONAL else p.name for p in parameters)
 
 
-@functools.cache
-def positional_names(parameters: tuple[str, ...], count: int) -> tuple[str, ...]:
-    """The names of the first `count` positional arguments."""
-    plain = next((place for place, name in enumerate(parameters) if name.startswith("*")), len(parameters))
-    rest = [f"{parameters[plain][1:]}.{i}" for i in range(count - plain)] if plain < len(parameters) else []
-    return (*parameters[:plain], *rest)[:count]
-
-
-def named_arguments(
-    parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[tuple[str, Any]]:
-    """The arguments of a call by name, in the order of the parameters: the caller's order of keywords means nothing."""
+def leaves_of(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of a call, in the order of the parameters: the caller's order of keywords means nothing."""
     place = {name: index for index, name in enumerate(parameters)}
     keywords = sorted(kwargs, key=lambda name: (place.get(name, len(place)), name))
-    given = zip(positional_names(parameters, len(args)), args, strict=False)
-    return [*given, *((name, kwargs[name]) for name in keywords)]
-
-
-def leaves_of(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of a call."""
-    named = named_arguments(parameters, args, kwargs)
+    named = [*zip(_positional(parameters, len(args)), args, strict=False), *((name, kwargs[name]) for name in keywords)]
     return {path: leaf for name, value in named for path, leaf in nested.leaves(value, name)}
 
 
+@functools.cache
+def _positional(parameters: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """The names of the first `count` positional arguments."""
+    plain = next((place for place, name in enumerate(parameters) if name.startswith("*")), len(parameters))
+    rest = (f"{name[1:]}.{index}" for name in parameters[plain : plain + 1] for index in range(count - plain))
+    return (*parameters[:plain], *rest)[:count]
+
+
 # ------------------------------------------------------------------------------------------------ roles
-
-
-class _ByPath(dict[str, Role]):
-    """Roles by path: by name, until they have been learned."""
-
-    def __missing__(self, path: str) -> Role:
-        role = self[path] = role_by_name(path)
-        return role
 
 
 class Roles:
     """The roles of a model's arguments. They are learned over calls, and outlive runs."""
 
     def __init__(self) -> None:
-        self.by_path = _ByPath()
-        """The role of each argument, or of a part of one, by its dotted path."""
-        self._learned: set[str] = set()
-        """Arguments whose role has been seen, and is not only that of their name."""
+        self._learned: dict[str, Role] = {}
+        """The roles of arguments, or of their parts, that have been seen and are not only those of their names."""
         self._outputs: set[tuple[int, ...]] = set()
         """The shapes of the model's outputs."""
         self._batch = 1
 
     def of(self, path: str) -> Role:
         """The role of the argument, or of the part of an argument, at a dotted path."""
-        return self.by_path[path]
+        return self._learned.get(path) or role_by_name(path)
 
     def paths(self, leaves: Iterable[str], role: Role) -> list[str]:
         """Those of one role."""
-        known = self.by_path
-        return [path for path in leaves if known[path] == role]
+        return [path for path in leaves if self.of(path) == role]
 
     def are_learned(self, leaves: Leaves) -> bool:
         """Whether all roles have been seen."""
@@ -127,7 +95,7 @@ class Roles:
 
     def are_seen(self, paths: Iterable[str]) -> bool:
         """Whether the role of any of these has been seen."""
-        return not self._learned.isdisjoint(paths)
+        return not self._learned.keys().isdisjoint(paths)
 
     def can_tell(self, leaves: Leaves) -> bool:
         """Whether there is any conditioning by which branches could be distinguished."""
@@ -138,8 +106,8 @@ class Roles:
         known = [path for path in self.paths(leaves, role) if leaves[path] is not None]
         if self.are_seen(known):
             return known
-        rest = [path for path in self.paths(leaves, "conditioning") if not is_well_known(path)]
-        return [*known, *(path for path in rest if path not in self._learned and self._form(leaves[path]) == role)]
+        rest = [path for path in self.paths(leaves, "conditioning") if path not in self._learned]
+        return [*known, *(path for path in rest if self._form(leaves[path]) == role)]
 
     def is_later(self, leaves: Leaves, moved: Collection[str]) -> bool:
         """Whether a call is at a later step than another, from which these have moved: the sample has, and the time."""
@@ -156,33 +124,28 @@ class Roles:
 
     def learn_step(self, leaves: Leaves, moved: Collection[str]) -> None:
         """Learn from a branch that goes on: since its last call, these have moved."""
-        for path, value in leaves.items() if self.is_later(leaves, moved) else ():
+        if not self.is_later(leaves, moved):
+            return
+        for role in ("sample", "time"):
+            self._learn_only([path for path in self.candidates(leaves, role) if path in moved], role)
+        for path, value in leaves.items():
             if value is not None and path not in self._learned:
-                self.by_path[path] = self._seen_role(path, leaves, path in moved)
-                self._learned.add(path)
+                named = role_by_name(path)
+                stays: Role = "residual" if named == "residual" else "conditioning"
+                moves: Role = "residual" if named == "conditioning" else named
+                self._learned[path] = moves if path in moved else stays
 
     def learn_missing(self, leaves: Leaves, moved: Collection[str]) -> bool:
         """Learn from a call that no branch goes on with, and that differs from the nearest one in these: where no name
         says what is the sample or the time, it is the only one that can be. Returns whether there was one."""
-        found: dict[str, Role] = {}
-        for role in ("sample", "time") if self.is_later(leaves, moved) else ():
-            paths = self.candidates(leaves, role)
-            if len(paths) == 1 and self.of(paths[0]) != role:
-                found[paths[0]] = role
-        self.by_path.update(found)
-        self._learned.update(found)
-        return bool(found)
+        roles: tuple[Role, ...] = ("sample", "time") if self.is_later(leaves, moved) else ()
+        return bool([role for role in roles if self._learn_only(self.candidates(leaves, role), role)])
 
-    def _seen_role(self, path: str, leaves: Leaves, is_moved: bool) -> Role:
-        """The role of an argument that has moved from one step to the next, or has not."""
-        named = role_by_name(path)
-        if not is_moved:
-            return "residual" if named == "residual" else "conditioning"
-        form = self._form(leaves[path]) if named == "conditioning" else named
-        # Beside another sample of its shape it may be a second one or a residual, whose changes are watched.
-        signature, others = nested.signature(leaves[path]), self.paths(leaves, form)
-        is_taken = any(nested.signature(leaves[other]) == signature for other in others if other != path)
-        return "residual" if is_taken and named == "conditioning" else form
+    def _learn_only(self, paths: list[str], role: Role) -> bool:
+        if len(paths) != 1 or self.of(paths[0]) == role:
+            return False
+        self._learned[paths[0]] = role
+        return True
 
     def _form(self, value: Any) -> Role:
         """The role that a value looks like: a sample has the shape of the output, and a time is one number for each
