@@ -459,9 +459,9 @@ class Declares(Holder):
     [
         (Holder(), "No denoiser was found in Holder"),
         (Holder(vae=torch.nn.Linear(1, 1)), "No denoiser was found in Holder"),
-        (Holder(transformer=torch.nn.Linear(1, 1)), "'transformer', a Linear, has no stack of blocks"),
-        (Declares(net=torch.nn.Linear(1, 1)), "'net', a Linear, has no stack of blocks"),
-        (torch.nn.Linear(1, 1), "'Linear', a Linear, has no stack of blocks"),
+        (Holder(transformer=torch.nn.Linear(1, 1)), "Linear has no stack of blocks"),
+        (Declares(net=torch.nn.Linear(1, 1)), "Linear has no stack of blocks"),
+        (torch.nn.Linear(1, 1), "Linear has no stack of blocks"),
         (object(), "No denoiser was found in object"),
         (None, "No denoiser was found in NoneType"),
     ],

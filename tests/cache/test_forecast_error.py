@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from samovar.cache.error_control import Weights
-from samovar.cache.forecast_error import Path, Rows, as_rows, paired, worst_drifts
+from samovar.cache.clock import Step
+from samovar.cache.error_control import ErrorControl, Weights
+from samovar.cache.forecast_error import Path, Rows, as_rows, in_common, worst_drifts
 
 IMAGES, SIZE = 3, 65536
 INDICES = [7, 5, 4, 2]
@@ -78,10 +79,17 @@ def drifts(
 ) -> list[float]:
     """Of each image on its own, where the step before was computed."""
     gram = gone(sample, after).products([[(step,) for step in of] for of in branches], 1).numpy()
-    forecast, before = by_step(weights, INDICES[1:]), by_step([1.0], INDICES[1:])
-    each = [worst_drifts(one[None], INDICES, by_step(given), before, [forecast])[0] for one in gram]
-    assert worst_drifts(gram, INDICES, by_step(given), before, [forecast]) == [max(each)]
+    control, forecast = controlled(by_step(given), by_step([1.0], INDICES[1:])), by_step(weights, INDICES[1:])
+    each = [worst_drifts(one[None], control, [forecast])[0] for one in gram]
+    assert worst_drifts(gram, control, [forecast]) == pytest.approx([max(each)])
     return each
+
+
+def controlled(given: Weights, given_before: Weights) -> ErrorControl:
+    """A control to which the sampler was given these."""
+    control = ErrorControl()
+    control.computed, control.given, control.given_before = [Step(index) for index in INDICES], given, given_before
+    return control
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -152,7 +160,8 @@ def test_without_samples_the_error_is_relative_to_the_output() -> None:
     branches = outputs(5)[:1]
     newest, before = branches[0][:2]
     gram = Path().products([[(step,) for step in branches[0]]], 1).numpy()
-    found = [worst_drifts(one[None], INDICES, {7: 1.0}, {5: 1.0}, [{5: 1.0}], 1 / 28)[0] for one in gram]
+    control = controlled({7: 1.0}, {5: 1.0})
+    found = [worst_drifts(one[None], control, [{5: 1.0}], 1 / 28)[0] for one in gram]
     expected = (before - newest).norm(dim=1) / newest.norm(dim=1) / 28
     assert found == pytest.approx(expected.tolist(), rel=1e-3)
 
@@ -163,7 +172,7 @@ def test_without_samples_the_error_is_relative_to_the_output() -> None:
 def paired_rows(
     samples: list[torch.Tensor], outputs: list[torch.Tensor], are_images: bool = False
 ) -> tuple[Rows, Rows]:
-    one, other = paired(samples, outputs)
+    one, other = in_common(samples, outputs), in_common(outputs, samples) or outputs
     return as_rows(one, are_images), as_rows(other, are_images)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from samovar import attach
 from samovar.hooks import HookRegistry
 from samovar.parallel import SequenceParallelConfig
 
-STEPS = 6
+STEPS = 8
 MOST_DIFFERENT = 1e-5
 """Of the picture's norm, where ranks add up in another order."""
 
@@ -60,7 +60,7 @@ class Case(NamedTuple):
         caches: dict[str, dict[str, Any]] = {
             "none": {},
             "measured": {"cache": {"backend": "tea_cache", "rel_l1_thresh": 0.3, "min_steps": 1}},
-            "schedule": {"cache": {"backend": "tea_cache", "schedule": "#.##.#"}},
+            "schedule": {"cache": {"backend": "tea_cache", "schedule": "#.##.#.#"}},
             "auto": {"cache": {"backend": "auto", "tolerance": 1e6}},
         }
         offloads: dict[str, dict[str, Any]] = {
@@ -181,29 +181,3 @@ def footprint(pipe: Any) -> list[tuple[int, type, frozenset[str]]]:
 
 def num_hooks(pipe: Any) -> int:
     return sum(len(HookRegistry.get_or_create(module).chain) for module in modules_of(pipe))
-
-
-# ------------------------------------------------------------------------------------------------ hard pictures
-
-
-def hard_settings(error: float) -> dict[str, Any]:
-    """A schedule for six steps, and one for pictures whose forecast at the third is off by more than this."""
-
-    def plan(mask: str, rows: dict[str, dict[str, float]]) -> dict[str, Any]:
-        return {"schedule": {"cond": mask, "uncond": mask}, "forecast_weights": {"cond": rows, "uncond": rows}}
-
-    row = {"1": -1.0, "2": 2.0}
-    hard = {"branch": "cond", "step": 2, "weights": {"0": -1.0, "1": 2.0}, "error": error}
-    usual = plan("###..#", {"3": row, "4": row}) | {"forecast": "fitted", "forecast_of": "output"}
-    return usual | {"outliers": hard | plan("###.##", {"3": row})}
-
-
-def told(error: float, more: Mapping[str, Any] | None = None) -> tuple[torch.Tensor, tuple[bool, ...], set[str]]:
-    """A picture, whether it was hard, and what was computed."""
-    pipe = pipeline("flux")
-    with attach(pipe, cache={"backend": "tea_cache", **hard_settings(error)}, **more or {}) as attached:
-        picture = PIPELINES["flux"].run(pipe, STEPS)
-        found = attached.stats().cache
-    assert found is not None
-    (stats,) = found.denoisers.values()
-    return picture, stats.outliers, {branch.mask for branch in stats.branches.values()}

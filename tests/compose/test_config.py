@@ -108,23 +108,6 @@ def test_a_cache_that_cannot_ask_other_ranks_is_refused_on_several() -> None:
         del CACHE_BACKENDS["alone"]
 
 
-def test_what_one_branch_tells_is_refused_where_another_rank_has_the_other_branch() -> None:
-    both = {"cond": "##.#", "uncond": "##.#"}
-    weights = {name: {"2": {"1": 1.0}} for name in both}
-    fitted = {"forecast": "fitted", "forecast_of": "output", "schedule": both, "forecast_weights": weights}
-    hard: dict[str, Any] = {"branch": "cond", "step": 1, "weights": {"0": 1.0}, "error": 0.1}
-    hard |= {"schedule": dict.fromkeys(both, "####"), "forecast_weights": {name: {} for name in both}}
-    assert AttachConfig.of(cache={"backend": "tea_cache", **fitted}, parallel={"cfg_parallel_size": 2}).num_ranks == 2
-    assert (
-        AttachConfig.of(
-            cache={"backend": "tea_cache", **fitted | {"outliers": hard}}, parallel=SequenceParallelConfig(2)
-        ).num_ranks
-        == 2
-    )
-    with pytest.raises(SettingError, match=r"'outliers' looks at one branch .* cfg_parallel_size=2 .* Leave out"):
-        AttachConfig.of(cache=fitted | {"outliers": hard}, parallel={"cfg_parallel_size": 2})
-
-
 @pytest.mark.parametrize(
     ("settings", "share"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,10 +20,8 @@ from compose.matrix import (
     draw_all,
     pairs,
     pairwise,
-    told,
 )
 from ranks import Ranks
-from samovar.parallel import SequenceParallelConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "combine.md"
 BEGIN, END = "<!-- the matrix, written by `make test-slow` -->\n", "<!-- end of the matrix -->\n"
@@ -96,26 +93,6 @@ def test_auto_with_branches_on_two_ranks(guidance: str, ranks: Ranks) -> None:
     assert difference(first.picture, draw(case.reference).picture) < 0.1
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"parallel": SequenceParallelConfig(ulysses_degree=2)},
-        {"parallel": SequenceParallelConfig(ring_degree=2), "offload": {"mode": "layerwise", "device": "cpu"}},
-    ],
-    ids=["Ulysses", "ring and layerwise"],
-)
-def test_ranks_tell_hard_pictures_alike(more: dict[str, Any], ranks: Ranks) -> None:
-    low, high = 0.0, 10.0
-    for _ in range(20):  # Where the line is, as one rank sees it.
-        middle = (low + high) / 2
-        low, high = (middle, high) if told(middle)[1] == (True,) else (low, middle)
-    for error, is_hard, mask in ((low * 0.999, True, "###.##"), (high * 1.001, False, "###..#")):
-        expected = told(error)[0]
-        for picture, hard, masks in ranks.call(told, error, more, limit_s=300.0):
-            assert (hard, masks) == ((is_hard,), {mask})
-            assert (picture - expected).norm() <= MOST_DIFFERENT * expected.norm()
-
-
 def test_the_cover_has_every_pair_and_few_cases() -> None:
     assert {pair for case in PAIRWISE for pair in pairs(case)} == {pair for c in all_cases() for pair in pairs(c)}
     assert len(PAIRWISE) <= 24
@@ -129,7 +106,7 @@ def test_a_wrong_picture_or_another_step_would_be_seen() -> None:
     with pytest.raises(AssertionError):
         check(case, good._replace(picture=good.picture + 1e-6), good)
     with pytest.raises(AssertionError):
-        check(case, good._replace(masks=("######",)), good)
+        check(case, good._replace(masks=("########",)), good)
     with pytest.raises(AssertionError):
         check(case, good._replace(is_bare=False), good)
     with pytest.raises(AssertionError):

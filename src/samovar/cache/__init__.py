@@ -12,7 +12,7 @@ from .backend import (
     make_cache_backend,
     register_cache_backend,
 )
-from .config import AutoConfig, CacheConfig, OutlierSchedule, TeaCacheConfig
+from .config import AutoConfig, CacheConfig, TeaCacheConfig
 from .extractors import EXTRACTOR_REGISTRY, CacheContext, register_extractor
 from .history import TeaCacheState
 from .hook import TeaCacheHook, apply_teacache_hook
@@ -30,7 +30,6 @@ __all__ = [
     "CacheContext",
     "CacheSetting",
     "CacheStats",
-    "OutlierSchedule",
     "PipelineStats",
     "StepRecord",
     "TeaCacheBackend",

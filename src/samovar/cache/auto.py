@@ -7,9 +7,8 @@ batch decides for all.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 
@@ -18,11 +17,11 @@ from .call import AGAIN, Call, Verdict
 from .clock import Step
 from .config import AutoConfig
 from .error_control import USUAL_STEPS, ErrorControl
-from .forecast_error import Rows, as_rows, paired, worst_drifts
+from .forecast_error import Rows, as_rows, in_common, worst_drifts
 from .history import NOTHING_STORED, TeaCacheState, numbers_in
 from .signal import Agree, measure
 from .stats import WITHIN, StepRecord
-from .whole import NOT_STORED, WholeModel, WholeSteps
+from .whole import WholeModel, WholeSteps
 
 _asked: ContextVar[float | None] = ContextVar("samovar_tolerance", default=None)
 _DUE = "the tolerance is reached"
@@ -63,40 +62,47 @@ class AutoSteps(WholeSteps):
     ) -> None:
         """`whole_samples`: those of the running call, before ranks split them."""
         super().__init__(model, agree, _MAX_CHANGE)
-        self._tolerance, self._whole_samples = config.number, whole_samples
+        self._usual, self._whole_samples = config.number, whole_samples
 
-    def take(self, call: Call) -> tuple[StepRecord, Any]:
-        run, step, control = call.run, call.step, call.run.control
+    @property
+    def _tolerance(self) -> float:
+        """That of the running request."""
         asked = asked_tolerance()
-        tolerance = self._tolerance if asked is None else asked
-        if tolerance == 0 or (step.run_length is not None and step.run_length < _MIN_STEPS):
-            return StepRecord(step.index, True, "settings" if tolerance == 0 else "min_steps"), call.compute()
-        obstacle = self._obstacle(call)
-        verdict = Verdict("compute", AGAIN) if call.is_again else run.verdict
-        if verdict is None:
-            verdict = run.decide(self._lead(call, obstacle, tolerance))
-        if verdict.action == "skip" and obstacle is None:
-            output = self._forecast(call, control.given)
-            if output is not None:
-                return StepRecord(step.index, False, verdict.reason, control.drift, control.error), output
-            obstacle = NOT_STORED
-        is_planned = verdict.action == "compute"
-        output = self._compute(call, {known.index for known in control.computed})
-        corrected = call.state.combined(control.given) if is_planned and len(control.given) > 1 else None
-        if step.is_last:
-            call.state.reset()
-        reason = verdict.reason if is_planned else obstacle or ""
-        record = StepRecord(step.index, True, reason, control.drift, control.error)
-        return record, output if corrected is None else corrected
+        return self._usual if asked is None else asked
+
+    def _plan(self, call: Call) -> Verdict:
+        length = call.step.run_length
+        if self._tolerance == 0 or (length is not None and length < _MIN_STEPS):
+            return Verdict("compute", "settings" if self._tolerance == 0 else "min_steps")
+        return Verdict("ask", "")
+
+    def _decide(self, call: Call, verdict: Verdict, obstacle: str | None) -> Verdict:
+        if call.is_again:
+            return Verdict("compute", AGAIN)
+        return call.run.verdict or call.run.decide(self._lead(call, obstacle))
+
+    def _weights(self, call: Call) -> Mapping[int, float]:
+        return call.run.control.given
+
+    def _kept(self, call: Call, is_planned: bool) -> Collection[int] | None:
+        return {known.index for known in call.run.control.computed}
+
+    def _correction(self, call: Call) -> Mapping[int, float]:
+        given = call.run.control.given
+        return given if len(given) > 1 else {}
+
+    def _record(self, call: Call, is_computed: bool, reason: str) -> StepRecord:
+        control = call.run.control
+        return StepRecord(call.step.index, is_computed, reason, control.drift, control.error)
 
     # ------------------------------------------------------------------------------------------ decide
 
-    def _lead(self, call: Call, obstacle: str | None, tolerance: float) -> Verdict:
+    def _lead(self, call: Call, obstacle: str | None) -> Verdict:
         """The decision for all branches of a step."""
         control, outputs = call.run.control, call.state.outputs
         if any(known.index not in outputs for known in control.computed):
             control.restart()
-        jumped = self._look(call, tolerance)
+        jumped = self._look(call)
         reason = obstacle if obstacle not in (None, NOTHING_STORED) else jumped or _due(control, call.step)
         if reason is not None:
             control.begin_computed(call.step)
@@ -104,18 +110,19 @@ class AutoSteps(WholeSteps):
         control.begin_skipped(call.step)
         return Verdict("skip", WITHIN)
 
-    def _look(self, call: Call, tolerance: float) -> str | None:
+    def _look(self, call: Call) -> str | None:
         """Judge the last computed step, now that its effect is seen; why nothing that is known counts any more, if so.
         This waits for the device at most once."""
         run, control, step = call.run, call.run.control, call.step
-        known = _newest(call.state)
+        newest = max(call.state.outputs, default=None)
+        known = [] if newest is None else numbers_in(call.state.outputs[newest].value)
         samples = self._samples(call, known)
-        run.path.move(as_rows(paired(samples, known or samples)[0], call.inputs.lists_samples))
+        run.path.move(as_rows(in_common(samples, known or samples), call.inputs.lists_samples))
         control.drift, jump, ratio = None, None, run.path.ratio
         if control.is_young or step.is_last:
             return None
         if control.has_computed:
-            jump = self._judge(call, samples, tolerance)
+            jump = self._judge(call, samples)
         if jump is None and ratio is not None and step.index < control.next_computed:
             jump = measure([ratio, torch.ones_like(ratio)], (), self.agree).signal
         if jump is None or jump <= _JUMP:
@@ -123,33 +130,31 @@ class AutoSteps(WholeSteps):
         control.restart()
         return _JUMPED
 
-    def _judge(self, call: Call, samples: list[torch.Tensor], tolerance: float) -> float | None:
+    def _judge(self, call: Call, samples: list[torch.Tensor]) -> float | None:
         """Set the next gap by the errors of forecasts in place of the last computed step. The ratio of ways, if it was
         read."""
         control, path, num_steps = call.run.control, call.run.path, call.step.total or USUAL_STEPS
         indices, lists = [step.index for step in control.computed], call.inputs.lists_samples
 
         def rows_of(state: TeaCacheState, index: int) -> Rows:
-            return as_rows(paired(samples, numbers_in(state.outputs[index].value))[1], lists)
+            tensors = numbers_in(state.outputs[index].value)
+            return as_rows(in_common(tensors, samples) or tensors, lists)
 
         known = [of for of in call.run.branches.values() if all(index in of.outputs for index in indices)]
         branches = [[rows_of(state, index) for index in indices] for state in known]
-        if control.copies is None:
-            control.copies = path.num_copies()
+        control.copies = control.copies or path.num_copies()
         gram = path.products(branches, control.copies)
         reads = [gram.flatten()] if self.agree is None else [self.agree.within_branch(gram.flatten())]
         if self.agree is None and path.ratio is not None:
             reads.append(path.ratio.reshape(1).to(gram.device))
         numbers = torch.cat(reads).cpu().numpy()
-        curves, forecasts = zip(*control.rivals(), strict=True)
         response = None if path.is_seen else 1 / num_steps
-        found = numbers[: gram.numel()].reshape(gram.shape)
-        drifts = worst_drifts(found, indices, control.given, control.given_before, forecasts, response)
-        drift, order = control.choose(curves, drifts)
+        products = numbers[: gram.numel()].reshape(gram.shape)
+        drift, order = control.choose(worst_drifts(products, control, control.rivals(), response))
         if self.agree is not None:  # Each rank may know one branch only: all go the way of the first rank.
             pairs = [torch.tensor([value, 1.0], device=call.inputs.device).unbind() for value in (drift, order)]
             drift, order = measure(pairs[0], pairs[1:], self.agree)
-        control.set_gap(drift, order, tolerance, num_steps)
+        control.set_gap(drift, order, self._tolerance, num_steps)
         return float(numbers[-1]) if len(reads) > 1 else None
 
     def _samples(self, call: Call, known: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -157,11 +162,6 @@ class AutoSteps(WholeSteps):
         given = call.inputs.samples
         is_split = self.agree is not None and known and [one.shape for one in given] != [one.shape for one in known]
         return self._whole_samples() if is_split else given
-
-
-def _newest(state: TeaCacheState) -> list[torch.Tensor]:
-    """The newest output."""
-    return numbers_in(state.outputs[max(state.outputs)].value) if state.outputs else []
 
 
 def _due(control: ErrorControl, step: Step) -> str | None:

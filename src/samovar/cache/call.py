@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from ..trace.passes import Mode
 from .clock import Clock, Step
-from .config import TeaCacheConfig
 from .error_control import ErrorControl
 from .forecast_error import Path
 from .history import CHANGED_INPUT, TeaCacheState
@@ -36,12 +35,14 @@ class CachedRun:
         self.clock = clock
         self.branches: dict[Hashable, TeaCacheState] = {}
         self.records: dict[str, list[StepRecord]] = {}
-        self.plan: TeaCacheConfig | None = None
-        """The settings for outliers, once its images are known to be outliers."""
         self.control = ErrorControl()
         self.path = Path()
         self.is_over = False
         self._verdict: tuple[int, Verdict] | None = None
+
+    def note(self, branch: str, record: StepRecord) -> None:
+        """Keep the record of a call."""
+        self.records.setdefault(branch, []).append(record)
 
     def end(self) -> None:
         """Keep the records alone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,10 +19,8 @@ from ..core.settings import (
     count,
     is_number,
     number,
-    read_as,
     read_tolerance,
     setting,
-    settings_of,
 )
 
 EVERY_BRANCH = "*"
@@ -40,22 +38,16 @@ _FIT = "Fit them: samovar tune."
 
 
 def _read_coefficients(value: Any) -> tuple[float, ...]:
-    if (
-        not isinstance(value, (list, tuple))
-        or len(value) != 5
-        or not all(is_number(n) and math.isfinite(n) for n in value)
-    ):
+    numbers = value if isinstance(value, (list, tuple)) else ()
+    if len(numbers) != 5 or not all(is_number(n) and math.isfinite(n) for n in numbers):
         raise ValueError
-    return tuple(value)
+    return tuple(numbers)
 
 
 def _read_mask(schedule: Any) -> Mask:
-    steps = [{"#": 1, ".": 0}.get(sign) for sign in schedule] if isinstance(schedule, str) else schedule
-    if (
-        not isinstance(steps, Sequence)
-        or not steps
-        or not all(type(step) in (bool, int) and step in (0, 1) for step in steps)
-    ):
+    steps = list(schedule) if isinstance(schedule, Sequence) else []
+    steps = [step == "#" if step in ("#", ".") else step for step in steps]
+    if not steps or not all(isinstance(step, (bool, int)) and step in (0, 1) for step in steps):
         raise SettingError(f"schedule={schedule!r:.200}; expected {_MASK}.", param="schedule")
     if not steps[0]:
         text = f"schedule={schedule!r} skips the first step, when there is nothing to reuse. Compute it."
@@ -93,45 +85,9 @@ _WEIGHTS = Kind(
     "{'cond': {'3': {'2': 1.9, '1': -0.9}}}",
     _read_weights,
 )
-_ANY = Kind("settings", lambda value: value)
-"""Read together with others."""
 
 
 # ------------------------------------------------------------------------------------------------ settings
-
-
-@dataclass(frozen=True)
-class OutlierSchedule(Settings, param="outliers"):
-    """How outliers are recognised, and the schedule for them. `samovar.lab.fitting` makes these.
-
-    Most images tolerate skipped steps well. On a few the model is undecided, and a small error turns them into other
-    images. The same few are hard to forecast from the start. So at one step that is computed anyway the forecast is
-    made as well, and an image whose forecast is too far off goes on with a denser schedule. This waits for the device
-    once per run.
-    """
-
-    branch: str = setting("", TEXT, "The branch whose forecast is compared.")
-    step: int = setting(1, count(1), "The computed step at which it is compared. Up to it both schedules are the same.")
-    weights: Mapping[int, float] = setting(dict, _ANY, "The weights of the forecast, by earlier computed step.")
-    error: float = setting(0.0, number(), "Relative error of the forecast above which an image is an outlier.")
-    schedule: Any = setting(
-        "",
-        _ANY,
-        "The schedule for outliers, in the form of `TeaCacheConfig.schedule`.",
-    )
-    forecast_weights: Any = setting(dict, _ANY, "The weights that go with it.")
-
-    def check(self) -> None:
-        read = read_as(_WEIGHTS, {self.branch: {self.step: self.weights}}, "outliers")
-        object.__setattr__(self, "weights", read[self.branch][self.step])
-
-    @classmethod
-    def read(cls, value: Any) -> OutlierSchedule:
-        names = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(value, cls) and not (isinstance(value, Mapping) and set(names) <= set(value)):
-            expected = f"a mapping with {', '.join(names)}, as samovar tune saves it"
-            raise SettingError(f"outliers={value!r:.200}; expected {expected}.", param="outliers")
-        return super().read(value)
 
 
 @dataclass(frozen=True)
@@ -187,24 +143,10 @@ class TeaCacheConfig(Settings, param="cache"):
         "Which steps are computed, decided beforehand: a mask, or a string with `#` for computed and `.` for skipped, "
         "or one of them for each branch. Nothing is measured then, and no device is waited for.",
     )
-    outliers: OutlierSchedule | Mapping[str, Any] | None = setting(
-        None,
-        settings_of(OutlierSchedule),
-        'For "fitted": how images that tolerate fewer skipped steps are recognised, and their schedule. A batch with '
-        "one outlier uses it as a whole.",
-    )
 
     def check(self) -> None:
-        if self.start > self.end:
-            raise SettingError(f"start={self.start} comes after end={self.end}. Swap them.", param="start")
-        checks = (
-            (_forecast_problems, "forecast"),
-            (_weights_problems, "forecast_weights"),
-            (_outlier_problems, "outliers"),
-        )
-        for problems, param in checks:
-            for problem in problems(self):
-                raise SettingError(problem, param=param)
+        for param, problem in _problems(self):
+            raise SettingError(problem, param=param)
 
     @functools.cached_property
     def masks(self) -> Mapping[str, Mask]:
@@ -227,31 +169,23 @@ class TeaCacheConfig(Settings, param="cache"):
         return weights.get(branch or "", weights.get(EVERY_BRANCH, {}))
 
     @functools.cached_property
-    def outlier_plan(self) -> TeaCacheConfig | None:
-        """The settings for outliers, if there are any."""
-        known = self.outliers
-        if not isinstance(known, OutlierSchedule):
-            return None
-        return dataclasses.replace(
-            self, schedule=known.schedule, forecast_weights=known.forecast_weights, outliers=None
-        )
-
-    @functools.cached_property
     def never_skips(self) -> bool:
         """Whether every step is computed."""
         return all(map(all, self.masks.values())) if self.schedule is not None else self.rel_l1_thresh == 0
 
     def summary(self) -> str:
         """The settings that differ from the defaults, in a line."""
-        long = ("forecast_weights", "schedule", "outliers")
-        usual = {field.name: field.default for field in dataclasses.fields(self) if field.name not in long}
-        given = {name: getattr(self, name) for name in usual}
-        shown = {name: value for name, value in given.items() if name == "rel_l1_thresh" or value != usual[name]}
+        shown = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name == "rel_l1_thresh" or getattr(self, field.name) != field.default
+        }
         if self.schedule is not None:
-            shown = {name: value for name, value in shown.items() if name.startswith("forecast")}
-            shown["schedule"] = _written(self)
-        if self.outlier_plan is not None:
-            shown["outliers"] = f"({_written(self.outlier_plan)})"
+            written = {name: "".join(".#"[step] for step in mask) for name, mask in self.masks.items()}
+            by_branch = " ".join(f"{name}:{mask}" for name, mask in written.items())
+            is_one = not isinstance(self.schedule, Mapping)
+            shown = {name: value for name, value in shown.items() if name in ("forecast", "forecast_of")}
+            shown["schedule"] = written[EVERY_BRANCH] if is_one else by_branch
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
     def __repr__(self) -> str:
@@ -288,81 +222,37 @@ CacheConfig = TeaCacheConfig | AutoConfig
 """The settings of a cache of ours."""
 
 
-def _written(config: TeaCacheConfig) -> str:
-    """The schedule as `#` and `.`, with the names of branches where it differs by branch."""
-    written = {name: "".join(".#"[computed] for computed in mask) for name, mask in config.masks.items()}
-    names = (f"{name}:" if isinstance(config.schedule, Mapping) else "" for name in written)
-    return " ".join(map("".join, zip(names, written.values(), strict=True)))
-
-
-# ------------------------------------------------------------------------------------------------ checks
-
-
-def _forecast_problems(config: TeaCacheConfig) -> Iterator[str]:
-    """A signal decides by the blocks, and reuses what they added; only a schedule can do without the whole forward."""
-    forecast = config.forecast, config.forecast_of
-    if config.schedule is None and config.forecast != "fitted" and forecast != ("reuse", "residual"):
-        yield (
-            f"forecast={config.forecast!r} and forecast_of={config.forecast_of!r} without a schedule; expected 'reuse' "
-            "of the 'residual'. Give a schedule as well, or use cache='auto', which forecasts outputs."
-        )
-    if forecast == ("linear", "residual"):
-        yield "forecast='linear' is of outputs: add forecast_of='output'."
-
-
-def _weights_problems(config: TeaCacheConfig) -> Iterator[str]:
-    """Weights are for one schedule: each skipped step needs some, of computed steps before it."""
-    weights = config.forecast_weights
+def _problems(config: TeaCacheConfig) -> Iterator[tuple[str, str]]:
+    """Settings that contradict each other, and why. Weights are for one schedule: each skipped step needs some, of
+    computed steps before it."""
+    weights, schedule, of, masks = config.forecast_weights, config.schedule, config.forecast_of, config.masks
+    if config.start > config.end:
+        yield "start", f"start={config.start} comes after end={config.end}. Swap them."
     if (config.forecast == "fitted") != (weights is not None):
-        yield (
-            f"forecast={config.forecast!r} {'without' if weights is None else 'with'} forecast_weights; expected "
-            f"'fitted' together with its weights. {_FIT}"
-        )
-    if weights is None:
-        return
-    if config.schedule is None or config.forecast_of != "output":
-        yield (
-            f"forecast='fitted' with schedule={config.schedule!r} and forecast_of={config.forecast_of!r}; expected "
-            "the schedule that its weights were fitted for, and forecast_of='output'."
-        )
-    if not weights or (isinstance(config.schedule, Mapping) and set(weights) != set(config.masks)):
-        yield (
-            f"forecast_weights of the branches {sorted(weights)!r} for schedules of {sorted(config.masks)!r}; expected "
-            "the same branches."
-        )
-    for branch in weights:
-        mask, rows = config.mask_for(branch) or (), config.rows_for(branch)
-        for step in (step for step, is_computed in enumerate(mask) if not is_computed):
-            row = rows.get(step, {})
-            if not row or not _are_computed(row, mask, step):
-                yield (
+        given = "without" if weights is None else "with"
+        text = f"forecast={config.forecast!r} {given} forecast_weights; expected 'fitted' together with its weights."
+        yield "forecast_weights", f"{text} {_FIT}"
+    if of == "output" and schedule is None:
+        yield "schedule", "forecast_of='output' without a schedule. Give one as well, or use cache='auto'."
+    if of != "output" and config.forecast != "reuse":
+        text = f"forecast={config.forecast!r} with forecast_of={of!r}; it is of outputs: add forecast_of='output'."
+        yield "forecast_of", text
+    if weights is not None and (not weights or (isinstance(schedule, Mapping) and set(weights) != set(masks))):
+        text = f"forecast_weights of the branches {sorted(weights)!r} for schedules of {sorted(masks)!r}"
+        yield "forecast_weights", f"{text}; expected the same branches."
+    for branch, step, row, mask in _rows(config):
+        if not row or not all(0 <= old < step and mask[old] for old in row):
+            yield (
+                "forecast_weights",
+                (
                     f"forecast_weights of {branch!r} at step {step} combine the steps {sorted(row)!r}; expected "
                     "computed steps before it. Fit the weights to the schedule that they are used with."
-                )
+                ),
+            )
 
 
-def _outlier_problems(config: TeaCacheConfig) -> Iterator[str]:
-    """Both schedules agree up to the step where they part, and what is compared there is stored."""
-    known, plan = config.outliers, config.outlier_plan
-    if not isinstance(known, OutlierSchedule) or plan is None:
-        return
-    masks, mask, step = config.masks, config.mask_for(known.branch) or (), known.step
-    if config.forecast != "fitted" or set(masks) != set(plan.masks):
-        yield (
-            f"outliers: a schedule of {sorted(plan.masks)!r} beside one of {sorted(masks)!r} with "
-            f"forecast={config.forecast!r}; expected the same branches and 'fitted'."
-        )
-    if step >= len(mask) or not mask[step]:
-        yield f"outliers: step {step} of {known.branch!r}; expected a computed step of one of {sorted(masks)!r}."
-    if not _are_computed(known.weights, mask, step):
-        steps = sorted(known.weights)
-        yield f"outliers: weights of the steps {steps!r}; expected computed steps before {step}."
-    if any(plan.masks[name][: step + 1] != usual[: step + 1] for name, usual in masks.items()):
-        yield f"outliers: a schedule that differs in its first {step + 1} steps; only later steps may differ."
-    if plan.scheduled_steps != len(mask):
-        yield f"outliers: a schedule of {plan.scheduled_steps} steps; expected {len(mask)} steps."
-
-
-def _are_computed(steps: Iterable[int], mask: Mask, before: int) -> bool:
-    """Whether all of these steps are computed, and come before another."""
-    return all(0 <= step < before and mask[step] for step in steps)
+def _rows(config: TeaCacheConfig) -> Iterator[tuple[str, int, Row, Mask]]:
+    """Branch, step, weights and schedule of every skipped step."""
+    for branch, rows in (config.forecast_weights or {}).items():
+        mask = config.mask_for(branch) or ()
+        yield from ((branch, step, rows.get(step, {}), mask) for step, computed in enumerate(mask) if not computed)

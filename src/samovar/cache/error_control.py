@@ -73,7 +73,7 @@ class ErrorControl:
         self.next_computed = 0
         self.drift: float | None = None
         """How far a forecast in place of the last computed step would have moved the sample, if judged now."""
-        self._curve = CURVES[0]
+        self._curve, self._rivals = CURVES[0], list[Curve]()
         self._past_error = self._expected_error = 0.0
         self._skipped: list[tuple[Step, Weights]] = []
         """Forecasts since the last computed step."""
@@ -132,14 +132,16 @@ class ErrorControl:
         self._debt = {index: (1 - rate * length) * weight for index, weight in self._debt.items()}
         return paid
 
-    def rivals(self) -> list[tuple[Curve, Weights]]:
-        """The curves, and what each would have forecast for the last computed step."""
+    def rivals(self) -> list[Weights]:
+        """What each curve would have forecast for the last computed step."""
         newest, *older = self.computed
-        return [(curve, curve.forecast(older, newest)) for curve in CURVES if len(older) > curve.order]
+        self._rivals = [curve for curve in CURVES if len(older) > curve.order]
+        return [curve.forecast(older, newest) for curve in self._rivals]
 
-    def choose(self, curves: Sequence[Curve], drifts: Sequence[float]) -> tuple[float, float]:
+    def choose(self, drifts: Sequence[float]) -> tuple[float, float]:
         """Go on with the curve that came nearest; how far it was off, and its order."""
-        drift, self._curve = min(zip(drifts, curves, strict=True), key=lambda pair: max(pair[0], _ROUNDING))
+        rivals = zip(drifts, self._rivals, strict=True)
+        drift, self._curve = min(rivals, key=lambda pair: max(pair[0], _ROUNDING))
         return drift, self._curve.order
 
     def set_gap(self, drift: float, order: float, tolerance: float, num_steps: int) -> None:

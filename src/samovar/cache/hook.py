@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -119,10 +119,7 @@ class TeaCacheHook(ModelHook, Handle):
     def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
         """Forget everything stored; the next call begins a run."""
         self.state_manager.reset()
-        for run in list(self._runs.values()):
-            run.end()
-        if self._steps is not None:
-            self._steps.model.forget()
+        self._end(list(self._runs.values()))
         return module
 
     def refresh(self, module: torch.nn.Module, num_inference_steps: int | None = None) -> None:
@@ -146,8 +143,11 @@ class TeaCacheHook(ModelHook, Handle):
         """Forget a run that has ended. Its stats stay."""
         self.state_manager.drop(request)
         self.branches.drop(request)
-        if request in self._runs:
-            self._runs[request].end()
+        self._end([self._runs[request]] if request in self._runs else [])
+
+    def _end(self, runs: Iterable[CachedRun]) -> None:
+        for run in runs:
+            run.end()
         if self._steps is not None and all(run.is_over for run in list(self._runs.values())):
             self._steps.model.forget()
 
@@ -160,45 +160,40 @@ class TeaCacheHook(ModelHook, Handle):
         if run is not None and context.request is None:  # A pipeline without our hook.
             context = context._replace(request=run.request)
         if context.branch is None:  # Nothing may be reused.
-            self._run_of(context.request).records.setdefault(UNKNOWN, []).append(_UNKNOWN_STEP)
+            self._run_of(context.request).note(UNKNOWN, _UNKNOWN_STEP)
             return self.call_original(module, *args, **kwargs)
         _refuse_training(module)
         inputs = Inputs(args, kwargs, self._names, self.branches.roles, self.branches.leaves(args, kwargs))
-        if inputs.device.type == "meta":  # Shapes without values decide nothing.
+        if self._steps is None or inputs.device.type == "meta":  # Shapes without values decide nothing.
             return self.call_original(module, *args, **kwargs)
-        call = self._begin(module, inputs, context, context.branch, run)
+        call = self._begin(module, inputs, context, context.branch, run, self._steps.model.generation())
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs.tensors):
             call.state.reset()  # A skipped step has no gradients of its blocks.
             record, output = StepRecord(call.step.index, True, "gradients are recorded"), call.compute()
         else:
-            assert self._steps is not None
             record, output = self._steps.take(call)
-        call.run.records.setdefault(call.branch, []).append(record)
+        call.run.note(call.branch, record)
         return output
 
     def _begin(
-        self, module: torch.nn.Module, inputs: Inputs, context: CallContext, branch: str, run: Run | None
+        self, module: torch.nn.Module, inputs: Inputs, context: CallContext, branch: str, run: Run | None, model: int
     ) -> Call:
         """Find the step that a call belongs to."""
         own = self._run_of(context.request)
-        tick = own.clock.advance(branch, run, inputs)
-        if tick is None:  # A new run of the same request.
-            for state in own.branches.values():
-                state.reset()
+        tick = own.clock.advance(branch, run, inputs) if len(own.branches) <= _MAX_BRANCHES else None
+        if tick is None:  # Another run of the same request, or one whose branches are new at each step.
+            self.state_manager.drop(context.request)
             own = self._new_run(context.request)
             tick = own.clock.advance(branch, run, inputs)
-            assert tick is not None
+        assert tick is not None
         state = own.branches[branch] = self.state_manager.state_of(context)
-        self._bound(own, context)
         if tick.has_gap or tick.is_again:
             state.reset()
-        assert self._steps is not None
-        generation = self._steps.model.generation()
 
         def forward(args: Any, kwargs: Any) -> Any:
             return self.call_original(module, *args, **kwargs)
 
-        return Call(forward, inputs, branch, own, state, own.clock.step, tick.is_again, generation)
+        return Call(forward, inputs, branch, own, state, own.clock.step, tick.is_again, model)
 
     def _run_of(self, request: Hashable) -> CachedRun:
         run = self._runs.get(request)
@@ -211,17 +206,9 @@ class TeaCacheHook(ModelHook, Handle):
         waits = not isinstance(self.config, TeaCacheConfig) or self.config.schedule is None
         run = self._runs[request] = CachedRun(Clock(self._announced, waits))
         self._runs.move_to_end(request)
+        if len(self._runs) > _MAX_RUNS:  # Some pipelines never end their runs.
+            self.state_manager.drop(self._runs.popitem(last=False)[0])
         return run
-
-    def _bound(self, run: CachedRun, context: CallContext) -> None:
-        """Drop what was used longest ago, where pipelines never end their runs."""
-        if len(run.branches) > _MAX_BRANCHES:
-            branch, _ = run.clock.branches.popitem(last=False)
-            run.branches.pop(branch, None)
-            self.state_manager.drop_branch(context._replace(branch=str(branch)))
-        if len(self._runs) > _MAX_RUNS:
-            request, _ = self._runs.popitem(last=False)
-            self.state_manager.drop(request)
 
     # ------------------------------------------------------------------------------------------ what was done
 
@@ -230,7 +217,7 @@ class TeaCacheHook(ModelHook, Handle):
         if request is None and self._runs:
             request = next(reversed(self._runs))
         records = self._runs[request].records if request in self._runs else {}
-        about = self._steps.model.about() if self._steps is not None else self._about
+        about = self._about if self._steps is None else self._steps.model.about()
         config, asked = self.config, asked_tolerance()
         if isinstance(config, AutoConfig) and asked is not None:
             config = AutoConfig(tolerance=asked)

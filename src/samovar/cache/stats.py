@@ -28,19 +28,17 @@ class StepRecord(NamedTuple):
     accumulated: float | None = None
     """Sum of the rescaled changes since the last computed step, including this one. With the cache "auto", how far all
     skipped steps so far may have taken the sample off its way."""
-    outliers: tuple[bool, ...] = ()
-    """For each image whether it is an outlier, at the step that shows it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, where None stands for infinity and NaN."""
-        values = self._asdict() | {"outliers": list(self.outliers)}
-        finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
-        return {name: value for name, value in finite.items() if value != []}
+        """For JSON."""
+        return self._asdict() | {"distance": _finite(self.distance), "accumulated": _finite(self.accumulated)}
 
 
-def _in_json(error: float) -> float | None:
-    """None stands for infinity and NaN."""
-    return round(error, 6) if math.isfinite(error) else None
+def _finite(number: float | None, digits: int | None = None) -> float | None:
+    """For JSON, where None stands for infinity and NaN."""
+    if number is None or not math.isfinite(number):
+        return None
+    return number if digits is None else round(number, digits)
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class BranchStats:
     @property
     def mask(self) -> str:
         """The steps as a schedule: `#` computed, `.` skipped."""
-        return "".join("#" if record.computed else "." for record in self.steps)
+        return "".join(".#"[record.computed] for record in self.steps)
 
     def reasons(self) -> Counter[str]:
         """Why steps were computed, and how often."""
@@ -94,10 +92,8 @@ class CacheStats:
     @property
     def error(self) -> float | None:
         """How far the skipped steps may have taken the worst image off its way, relative to its size, if known."""
-        if not self.judges_error:
-            return None
-        sums = [record.accumulated for branch in self.branches.values() for record in branch.steps[-1:]]
-        return max((error for error in sums if error is not None), default=0.0)
+        last = [record.accumulated or 0.0 for branch in self.branches.values() for record in branch.steps[-1:]]
+        return max(last, default=0.0) if self.judges_error else None
 
     @property
     def computed(self) -> int:
@@ -109,17 +105,11 @@ class CacheStats:
         return sum(branch.skipped for branch in self.branches.values())
 
     @property
-    def outliers(self) -> tuple[bool, ...]:
-        """For each image whether it was an outlier; empty without the setting `outliers`."""
-        steps = (record for branch in self.branches.values() for record in branch.steps)
-        return next((record.outliers for record in steps if record.outliers), ())
-
-    @property
     def expected_speedup(self) -> float:
         """Expected speed-up of the denoiser, assuming time is proportional to weights: a skipped step pays for what it
         does not leave out."""
-        forwards = self.computed + self.skipped
         cost = SKIP_COST if self.coverage is None else max(SKIP_COST, 1.0 - self.coverage.share)
+        forwards = self.computed + self.skipped
         return forwards / (self.computed + cost * self.skipped) if forwards else 1.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,7 +121,7 @@ class CacheStats:
             "problem": self.problem,
             "covered": None if self.coverage is None else round(self.coverage.share, 4),
             "expected_speedup": round(self.expected_speedup, 3),
-            **({} if self.error is None else {"error": _in_json(self.error)}),
+            **({"error": _finite(self.error, 6)} if self.judges_error else {}),
             "branches": {name: branch.to_dict() for name, branch in self.branches.items()},
         }
 
@@ -149,19 +139,17 @@ class CacheStats:
             lines.append(f"  why steps were computed: {why}")
         distances = [r.distance for b in self.branches.values() for r in b.steps if r.distance is not None]
         if distances:
+            what = "error of a forecast step" if self.judges_error else "change per step"
             mean = sum(distances) / len(distances)
-            of = "error of a forecast step" if self.judges_error else "change per step"
-            lines.append(f"  {of}: {min(distances):.3f} to {max(distances):.3f}, {mean:.3f} on average")
+            lines.append(f"  {what}: {min(distances):.3f} to {max(distances):.3f}, {mean:.3f} on average")
         if self.error is not None:
             lines.append(f"  estimated error of all skipped steps: {self.error:.3f} of the sample's size")
-        if self.outliers:
-            lines.append(f"  outliers: {sum(self.outliers)} of {len(self.outliers)} images")
         if self.branches:
             lines.append(f"  expected speed-up of the denoiser: {self.expected_speedup:.2f}x")
         return "\n".join(lines)
 
     def _why(self) -> str:
-        """The reasons of computed steps: those of each branch if they are the same, else of all together."""
+        """Why steps were computed, and how often: by branch if that is the same for each, else together."""
         each = [branch.reasons() for branch in self.branches.values()]
         are_alike = all(one == each[0] for one in each)
         total = sum(each[:1] if are_alike else each, Counter[str]())

@@ -46,15 +46,21 @@ class TunedFor:
         if KEY not in content:
             return None
         said = content[KEY]
-        parts = said.get("denoisers") if isinstance(said, Mapping) else None
-        scheduler = said.get("scheduler") if isinstance(said, Mapping) else None
-        if not isinstance(parts, Mapping) or not all(map(_is_part, [*parts.values(), scheduler or _part({})])):
+        try:
+            denoisers = {name: _part(of["config"], of["class"]) for name, of in said["denoisers"].items()}
+            scheduler = said.get("scheduler")
+            return cls(
+                str(cache),
+                str(content.get("model")),
+                denoisers,
+                None if scheduler is None else _part(scheduler["config"], scheduler["class"]),
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise SettingError(
                 f"{str(cache)!r}: {KEY} is {brief(said)}; expected what samovar tune writes. Tune again, or leave it "
                 "out.",
                 param="cache",
-            )
-        return cls(str(cache), str(content.get("model")), parts, scheduler)
+            ) from error
 
     def check(self, pipeline: Any) -> None:
         """Refuse another model than the one that the setting was tuned for. Another sampler is warned of."""
@@ -62,8 +68,7 @@ class TunedFor:
         scheduler = getattr(pipeline, "scheduler", None)
         if self.scheduler is None or scheduler is None:
             return
-        difference = _difference(self.scheduler, _part_of(scheduler))
-        if difference:
+        if difference := _difference(self.scheduler, _part_of(scheduler)):
             warnings.warn(
                 f"{self.file!r} was tuned with another sampler: {difference}. How near images stay with this one was "
                 "not measured; tune again, or use cache='auto'.",
@@ -92,15 +97,11 @@ def _part_of(component: Any) -> Part:
     return _part(getattr(bare, "config", {}), type(bare).__name__)
 
 
-def _part(config: Any, name: str = "") -> Part:
+def _part(config: Any, name: str) -> Part:
     """Without what differs between two copies of a model: the path, the version, how it is quantised."""
     plain = json.loads(json.dumps(dict(config), default=str))
     left = {key: value for key, value in plain.items() if not key.startswith("_") and key != "quantization_config"}
     return {"class": name, "config": left}
-
-
-def _is_part(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("config"), Mapping) and "class" in value
 
 
 def _difference(there: Part, here: Part) -> str:
@@ -108,5 +109,5 @@ def _difference(there: Part, here: Part) -> str:
     if there["class"] != here["class"]:
         return f"a {there['class']}, not a {here['class']}"
     old, new = there["config"], here["config"]
-    return next((f"{key} was {brief(old[key])}, is {brief(new[key])}" for key in old.keys() & new.keys()
-                 if old[key] != new[key]), "")  # fmt: skip
+    others = (f"{key} was {brief(old[key])}, is {brief(new[key])}" for key in old if old[key] != new.get(key, old[key]))
+    return next(others, "")

@@ -17,10 +17,11 @@ from ..arch import find_anatomy
 from ..core import nested
 from ..core.errors import ModelError
 from ..core.interop import COMPILED_CALL, FORWARD_WRAPPERS
-from .call import Call, Steps
+from .call import NEVER, Call, Steps, Verdict
 from .history import Output, numbers_in
 from .inputs import Inputs
 from .model import CachedModel, keep_latest, side_effect
+from .stats import StepRecord
 
 NOT_STORED = "a step that its forecast needs is not stored"
 _WRITES = "it writes into its inputs"
@@ -111,16 +112,52 @@ class WholeSteps(Steps):
 
     model: WholeModel
 
-    def _forecast(self, call: Call, weights: Mapping[int, float]) -> Any:
-        """The output of a skipped step; None if what it takes is not stored."""
-        output = call.state.combined(weights)
-        if output is not None:
-            call.state.note_skipped()
-            call.state.watch(call.inputs)
-        return output
+    def take(self, call: Call) -> tuple[StepRecord, Any]:
+        verdict = self._plan(call)
+        if verdict.reason in NEVER:
+            return StepRecord(call.step.index, True, verdict.reason), call.compute()
+        obstacle = self._obstacle(call)
+        verdict = self._decide(call, verdict, obstacle)
+        if verdict.action == "skip" and obstacle is None:
+            output = call.state.combined(self._weights(call))
+            if output is not None:
+                call.state.note_skipped()
+                call.state.watch(call.inputs)
+                return self._record(call, False, verdict.reason), output
+            obstacle = NOT_STORED
+        is_planned = verdict.action == "compute"
+        output = self._compute(call, self._kept(call, is_planned))
+        corrected = call.state.combined(self._correction(call)) if is_planned else None
+        if call.step.is_last:
+            call.state.reset()
+        record = self._record(call, True, verdict.reason if is_planned else obstacle or verdict.reason)
+        return record, output if corrected is None else corrected
+
+    def _plan(self, call: Call) -> Verdict:
+        """What is known of a step before its inputs are looked at."""
+        raise NotImplementedError
+
+    def _decide(self, call: Call, verdict: Verdict, obstacle: str | None) -> Verdict:
+        """What is done with a step, if nothing is in the way."""
+        return verdict
+
+    def _weights(self, call: Call) -> Mapping[int, float]:
+        """Of the computed steps in a skipped one."""
+        raise NotImplementedError
+
+    def _kept(self, call: Call, is_planned: bool) -> Collection[int] | None:
+        """The steps whose outputs are still needed beside this one's; None if it is not stored."""
+        raise NotImplementedError
+
+    def _correction(self, call: Call) -> Mapping[int, float]:
+        """The weights of outputs, with this one's, in what a computed step gives; nothing for its own output."""
+        return {}
+
+    def _record(self, call: Call, is_computed: bool, reason: str) -> StepRecord:
+        return StepRecord(call.step.index, is_computed, reason)
 
     def _compute(self, call: Call, kept: Collection[int] | None) -> Any:
-        """The output of a computed step; stored beside those of some other steps, unless that is None."""
+        """The output of a computed step, which is stored beside those that are kept."""
         state, step = call.state, call.step
         output, copy = self.model.compute(call)
         if copy is None or call.is_again or not numbers_in(copy):

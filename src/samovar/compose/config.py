@@ -143,12 +143,6 @@ class AttachConfig(Settings, param="attach"):
                 "for itself and wait for the others forever. Use the cache 'auto' or 'tea_cache', or one rank.",
                 param="cache",
             )
-        if self.parallel.cfg_parallel_size > 1 and getattr(cache.settings, "outliers", None) is not None:
-            raise SettingError(
-                "The cache's setting 'outliers' looks at one branch to decide for all, and cfg_parallel_size="
-                f"{self.parallel.cfg_parallel_size} puts the branches on different ranks. Leave out one of the two.",
-                param="cache",
-            )
 
     def for_requests(self, **size: int | None) -> AttachConfig:
         """The same for requests of up to this size, where `offload` does not say another."""
