@@ -35,7 +35,7 @@ LAYERS = [
 BUDGETS = {
     "arch": 15_700,
     "builtin": 100,
-    "cache": 22_600,
+    "cache": 22_950,
     "cli": 9_200,
     "compose": 9_000,
     "core": 10_800,
