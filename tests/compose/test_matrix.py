@@ -106,7 +106,7 @@ def test_a_wrong_picture_or_another_step_would_be_seen() -> None:
     with pytest.raises(AssertionError):
         check(case, good._replace(picture=good.picture + 1e-6), good)
     with pytest.raises(AssertionError):
-        check(case, good._replace(masks=("########",)), good)
+        check(case, good._replace(masks=("######",)), good)
     with pytest.raises(AssertionError):
         check(case, good._replace(is_bare=False), good)
     with pytest.raises(AssertionError):
