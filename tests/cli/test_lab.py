@@ -34,7 +34,7 @@ def test_compare_writes_sheet_page_and_figures(
     assert [task["prompt"] for task in report["tasks"]] == ["a cat", "a dog"]
     with Image.open(output / "sheet.png") as sheet:
         assert sheet.height >= 64 * len(report["rows"])
-    assert "95% of images like these stay above" in out
+    assert "all 2 images stay above" in out
     with Image.open(output / "worst-1.png") as worst:
         assert worst.height >= 2 * 64
     assert "data:image/png" in (output / "compare.html").read_text()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lab.tiny import TASKS, MakeSession
+from lab.tiny import TASKS, MakeSession, exact_images
 from samovar.cache import TeaCacheBackend, TeaCacheConfig
 from samovar.core.errors import SettingError
 from samovar.lab.calibrate import calibrate, fit
@@ -68,7 +68,7 @@ def test_one_signal_alone_determines_no_curve() -> None:
 def test_a_model_is_calibrated_and_nothing_stays(make_session: MakeSession) -> None:
     session = make_session(steps=8, batch=1)
     runner, model = session.runner, session.runner.pipeline.transformer
-    exact = session.exact_images()
+    exact = exact_images(session)
     before = type(runner.pipeline), type(model), set(vars(model))
     found = calibrate(runner, TASKS[:2], session.journal)
     assert before == (type(runner.pipeline), type(model), set(vars(model)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from samovar.lab.metrics import Quality, average
 from samovar.lab.runner import Runner
 from samovar.lab.session import Row, Session
@@ -24,3 +26,8 @@ def row(psnr: list[float], computed: float = 10, lpips: float = 0.01, **others: 
     images = tuple(Quality(value, 0.9, lpips) for value in psnr)
     given = {"method": "a", "family": "samovar auto", "settings": {}, "steps": 20, "exact_steps": 20, **others}
     return Row(computed=computed, quality=average(images), images=images, **given)
+
+
+def exact_images(session: Session) -> torch.Tensor:
+    session.exact()
+    return torch.cat([session.journal.load_images(session._image_name(n)) for n in range(len(session.tasks))])

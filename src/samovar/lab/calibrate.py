@@ -24,7 +24,6 @@ from .progress import Progress
 from .runner import Runner
 from .tasks import Task
 
-_FEWEST_STEPS = 2
 _HIGHEST_DEGREE = 4
 """TeaCache takes five coefficients."""
 _LEAST_EXPLAINED = 0.05
@@ -84,10 +83,9 @@ def check_tasks(tasks: Sequence[Task]) -> None:
 def calibrate(runner: Runner, tasks: Sequence[Task], journal: Journal, progress: Progress | None = None) -> Fit:
     """Fit the polynomial on the exact images of some tasks."""
     check_tasks(tasks)
-    if runner.steps < _FEWEST_STEPS:
+    if runner.steps < 2:
         raise SettingError(
-            f"num_inference_steps={runner.steps}; calibration looks at changes from step to step and needs at least "
-            f"{_FEWEST_STEPS}.",
+            "num_inference_steps=1; calibration looks at changes from step to step. Give 2 or more.",
             param="num_inference_steps",
         )
     if len(runner.denoisers) > 1:

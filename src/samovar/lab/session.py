@@ -103,11 +103,6 @@ class Session:
         self.exact()
         return self._measure(method, folder)
 
-    def exact_images(self) -> torch.Tensor:
-        """All exact images, on the host."""
-        self.exact()
-        return torch.cat([self.journal.load_images(self._image_name(number)) for number in range(len(self.tasks))])
-
     def work(self, methods: Sequence[Method]) -> float:
         """About how much it is to measure these, in exact images."""
         return sum(self._share(method) * len(self.tasks) + 2 * self._is_timed for method in methods)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import NormalDist, fmean, stdev
 
 from .metrics import HIGHEST_PSNR
 from .session import Row
@@ -17,35 +16,19 @@ CONFIDENCE = 0.9
 NUM_WORST = 3
 
 
-def lower_bound(values: Sequence[float], share: float = SHARE, confidence: float = CONFIDENCE) -> float:
-    """The value that this share of all values exceeds, with this confidence.
-
-    With enough values it is one of the lowest, whatever their distribution: most images are close to the exact ones,
-    and a few are far off. With fewer, nothing is certain unless they are taken to be normally distributed (Natrella
-    1963), and then the bound is at most the lowest of them.
-    """
-    count = len(values)
-    allowed = values_below(count, share, confidence)
-    if allowed >= 0:
-        return sorted(values)[allowed]
-    if count < 3:
-        return min(values)
-    z_share, z_confidence = NormalDist().inv_cdf(share), NormalDist().inv_cdf(confidence)
-    a = 1 - z_confidence**2 / (2 * (count - 1))
-    b = z_share**2 - z_confidence**2 / count
-    factor = (z_share + math.sqrt(max(z_share**2 - a * b, 0.0))) / a
-    return min(*values, fmean(values) - factor * stdev(values))
+def lower_bound(values: Sequence[float]) -> float:
+    """The value that 95 of 100 values like these exceed, with 90 % confidence, whatever their distribution: most images
+    are close to the exact ones, and a few are far off. Of fewer than 45, the lowest."""
+    return sorted(values)[max(0, values_below(len(values)))]
 
 
-def values_below(count: int, share: float = SHARE, confidence: float = CONFIDENCE) -> int:
-    """How many of `count` values may lie below a bound that this share of all values exceeds, with this confidence;
-    -1 if there are too few values."""
-    likely, allowed = 0.0, -1
-    while allowed < count:
-        likely += math.comb(count, allowed + 1) * (1 - share) ** (allowed + 1) * share ** (count - allowed - 1)
-        if likely > 1 - confidence:
-            break
+def values_below(count: int) -> int:
+    """How many of `count` values may lie below a bound that the share of all values exceeds, with confidence; -1 if
+    there are too few values."""
+    likely, allowed = SHARE**count, -1
+    while likely <= 1 - CONFIDENCE:
         allowed += 1
+        likely += math.comb(count, allowed + 1) * (1 - SHARE) ** (allowed + 1) * SHARE ** (count - allowed - 1)
     return allowed
 
 
@@ -63,12 +46,14 @@ def sentences(row: Row, tasks: Sequence[Task]) -> list[str]:
         return [f"{row.method}: {broken} of {len(values)} images are NaN or infinite. Do not use it."]
     if min(values) >= HIGHEST_PSNR:
         return [f"{row.method}: all {len(values)} images are the exact ones; {_saved(row)}."]
-    few = values_below(len(values)) < 0
-    likely = f" (an estimate: 45 images would show it, and there are {len(values)})" if few else ""
+    bound = f"stay above {math.floor(lower_bound(values))} dB"
+    if values_below(len(values)) < 0:
+        kept = f"all {len(values)} images {bound} (45 or more would show what {SHARE:.0%} keep)"
+    else:
+        kept = f"{SHARE:.0%} of images like these {bound}"
     described = "; ".join(
         f"{tasks[number].prompt!r}, seed {tasks[number].seed}: {values[number]:.0f} dB" for number in worst(row)
     )
-    kept = f"{SHARE:.0%} of images like these stay above {math.floor(lower_bound(values))} dB{likely}"
     return [f"{row.method}: {kept}; {_saved(row)}.", f"The worst: {described}."]
 
 
