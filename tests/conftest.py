@@ -21,7 +21,10 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 import pytest
 import torch
 
+import light
+
 torch.set_num_threads(1)
+light.hide_quantisers()
 
 LOCK = Path(__file__).parents[1] / "requirements.lock"
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import light
 from ranks import Ranks
 
 OnRanks = Callable[..., list[Any]]
@@ -27,7 +28,8 @@ def on_ranks(started: dict[int, Ranks]) -> OnRanks:
 
     def run(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         if num_ranks not in started or not started[num_ranks].is_running:  # A failed test ends its ranks.
-            started[num_ranks] = Ranks(num_ranks)
+            with light.with_quantisers():
+                started[num_ranks] = Ranks(num_ranks)
         return started[num_ranks].call(function, *args)
 
     return run
