@@ -1,4 +1,4 @@
-"""Hides libraries of quantisation from processes that tests start: diffusers imports all that are installed, for seconds.
+"""Hides libraries of quantisation from processes that tests start: diffusers imports all that are there, for seconds.
 
 Python imports this first where its folder is on the path. `light.with_quantisers` shows them again.
 """
