@@ -116,7 +116,6 @@ class Replica:
             raise RuntimeError("The engine is down: its workers died repeatedly.")
 
     async def __del__(self) -> None:
-        self._state.drain()
         await self._state.close()
 
 

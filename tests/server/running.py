@@ -77,10 +77,9 @@ class RunningServer:
         return found
 
     def workers(self) -> list[psutil.Process]:
-        """The children that hold a model; those that watch shared memory or read bodies are not among them."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        others = ("resource_tracker", "decode_worker")
-        return [child for child in children if not any(other in " ".join(child.cmdline()) for other in others)]
+        """The processes that hold a model."""
+        found = [psutil.Process(number) for number in self.status()["worker_ids"]]
+        return found + [child for worker in found for child in worker.children(recursive=True)]
 
     def resident_bytes(self) -> int:
         return int(psutil.Process(self.process.pid).memory_info().rss)

@@ -24,7 +24,7 @@ from pipelines import tiny_flux_pipeline
 from .attacks import FORM_TYPE, form, jpeg_of_scans, png_chunk, png_of
 from .conftest import DEFAULTS
 from .running import PATIENCE_S, PROMPT, RunningServer, running, until
-from .test_decode_worker import SMALL
+from .test_decode import SMALL
 
 GENERATE, EDIT = "/v1/images/generations", "/v1/images/edits"
 MIB = 2**20
@@ -82,7 +82,7 @@ def test_pictures_that_take_long_hold_up_nobody(attacked: RunningServer) -> None
 @pytest.mark.parametrize("charset", ["unicode_escape", "utf-7", "undefined", "idna"])
 def test_odd_charsets_are_refused(attacked: RunningServer, charset: str) -> None:
     answer = edit(attacked, SMALL, {b"user": b"\\ud800"}, f"{FORM_TYPE}; charset={charset}")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_form")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from samovar.core.errors import SettingError
-from samovar.server.connections import Door, available_connections
+from samovar.server.connections import ACCEPTED_AT_ONCE, Connection, available_connections, sweep
+from samovar.server.serving import _bind
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -52,17 +53,18 @@ class Seen:
 @asynccontextmanager
 async def listening(app: App, most: int = 9, timeout_s: float = 60.0) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
     """A server in this process; gives how to connect to it, from which address."""
-    door = Door(most, timeout_s)
+    limit = most + ACCEPTED_AT_ONCE
+    config, state = uvicorn.Config(app, log_config=None, lifespan="off", limit_concurrency=limit), ServerState()
 
-    async def sweep() -> None:
+    async def sweeps() -> None:
         while True:
-            door.sweep()
+            sweep(state.connections, timeout_s)
             await asyncio.sleep(0.01)
 
-    config, state = uvicorn.Config(door.watching(app), log_config=None, lifespan="off"), ServerState()
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: door(config, server_state=state, app_state={}), "127.0.0.1", 0)
-    sweeping = asyncio.create_task(sweep())
+    listener = _bind("127.0.0.1", 0, timeout_s)
+    server = await loop.create_server(lambda: Connection(config, server_state=state, app_state={}), sock=listener)
+    sweeping = asyncio.create_task(sweeps())
     writers: list[asyncio.StreamWriter] = []
 
     async def connect(
@@ -72,7 +74,7 @@ async def listening(app: App, most: int = 9, timeout_s: float = 60.0) -> AsyncIt
         one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         one.bind((address, 0))
         one.setblocking(False)
-        await loop.sock_connect(one, server.sockets[0].getsockname())
+        await loop.sock_connect(one, listener.getsockname())
         reader, writer = await asyncio.open_connection(sock=one, limit=buffer)
         writers.append(writer)
         await asyncio.sleep(0.01)

@@ -54,15 +54,15 @@ def test_settings_that_are_refused_are_named_as_the_client_does(param: str | Non
     assert (refusal.status, refusal.param) == (400, on_the_wire)
 
 
-def test_other_errors_stay_in_the_log() -> None:
-    refusal = api_error(errors.ModelError("/home/me/models/secret is broken"))
-    assert refusal.status == 500
-    assert "secret" not in json.dumps(refusal.body())
-
-
-def test_what_failed_inside_stays_in_the_log() -> None:
-    refusal = api_error(errors.EngineError("FluxPipeline failed: OSError: /home/me/secret"))
+@pytest.mark.parametrize(
+    "error",
+    [errors.ModelError("/home/me/secret is broken"), errors.EngineError("Flux failed: /home/me/secret")],
+)
+def test_what_failed_inside_stays_in_the_log(error: errors.SamovarError, caplog: pytest.LogCaptureFixture) -> None:
+    refusal = api_error(error)
     assert (refusal.status, refusal.message) == (500, "The engine failed. The server's log says why.")
+    assert "secret" not in json.dumps(refusal.body())
+    assert "/home/me/secret" in caplog.text
 
 
 def test_the_body_is_openais() -> None:

@@ -2,99 +2,211 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import PIL.Image
 import pytest
+import starlette.requests
+from starlette.requests import ClientDisconnect
 
-from samovar.engine import OmniDiffusionSamplingParams, OutputKind, PipelineFacts, Request
+from samovar.engine import OmniDiffusionSamplingParams, OutputKind, PipelineFacts
+from samovar.engine.input_media import Inputs
 from samovar.omni import AsyncOmni
 from samovar.server import AppState, Limits, ServerConfig
 from samovar.server.errors import ApiError
-from samovar.server.request import check_request, engine_request, memory_of, read_values
+from samovar.server.memory import Ledger
+from samovar.server.request import ClientRequest, check_type, client_request, receive_body
 from samovar.server.schemas import AudioBody, GenerationBody, VideoBody
 
-TAKES = frozenset({"prompt", "height", "width", "num_frames", "image", "mask_image", "shift", "num_layers", "prompt_2"})
-VIDEO = OutputKind("video", fps=10.0, frames_argument="num_frames", frames=11)
+TAKES = frozenset({"prompt", "height", "width", "num_frames", "image", "mask_image"})
+FILM = OutputKind("video", fps=16.0, frames_argument="num_frames", frames=81, frame_group=4)
+SOUND = OutputKind("audio", rate=100, duration_argument="seconds")
+MUSIC = OutputKind("audio", rate=44_100, duration_argument="seconds", seconds=60.0)
+IMAGE = OutputKind()
+KINDS: Any = {"image": GenerationBody, "video": VideoBody, "audio": AudioBody}
 
 
-def state(output: OutputKind, **settings: Any) -> AppState:
-    """Of a model with these facts; nothing is loaded."""
-    facts = PipelineFacts(
-        "Pipe", TAKES, 8, output=output, types={"shift": (float,), "num_layers": (int,)}, size=(16, 32)
-    )
-    config = AsyncOmni("emoji", device="cpu").config
+def wanted(
+    output: OutputKind,
+    usual: tuple[int, int] | None = None,
+    images: Any = None,
+    config: Any = None,
+    takes: tuple[str, ...] = ("image",),
+    **values: Any,
+) -> ClientRequest[Any]:
+    """A request to a model that makes this; nothing is loaded."""
+    facts = PipelineFacts("Pipe", TAKES, 8, output=output, size=usual, inputs=Inputs(takes))
     omni: Any = SimpleNamespace(
-        config=config, facts=facts, output=output, defaults=OmniDiffusionSamplingParams(), can_edit=True
-    )
-    return AppState(omni, ServerConfig(**settings), "serving", is_loaded=True)
-
-
-def test_other_arguments_become_options() -> None:
-    body = read_values(state(VIDEO), VideoBody, {"prompt": "a", "shift": 2, "prompt_2": "b", "num_frames": 5})
-    assert body.params().options == {"shift": 2, "prompt_2": "b"}
-    assert body.params().num_frames == 5
-    assert read_values(state(VIDEO), VideoBody, body.values()) == body, "kept and read again"
-    texts = {"prompt": "7", "shift": "2.5", "prompt_2": "7", "num_frames": "5", "seed": "3"}
-    form = read_values(state(VIDEO), VideoBody, texts, is_form=True)
-    assert (form.prompt, form.params().options, form.params().seed) == ("7", {"shift": 2.5, "prompt_2": "7"}, 3)
-
-
-@pytest.mark.parametrize(
-    ("kind", "values", "code", "message"),
-    [
-        (VideoBody, {"num_layers": 99}, "unsupported_value", "'num_layers' is an argument of the pipeline that"),
-        (GenerationBody, {"height": 9999}, "unsupported_value", "for that there are size, n"),
-        (GenerationBody, {"shfit": 1}, "unknown_field", "Did you mean 'shift'?"),
-        (AudioBody, {"seconds": 1}, "unknown_field", "'seconds' is not a known field"),
-    ],
-)  # fmt: skip
-def test_names_that_are_none_are_refused(kind: Any, values: dict[str, Any], code: str, message: str) -> None:
-    prompt = "input" if kind is AudioBody else "prompt"
-    with pytest.raises(ApiError) as refused:
-        read_values(state(VIDEO), kind, {prompt: "a", **values})
-    assert (refused.value.status, refused.value.code) == (400, code)
-    assert message in refused.value.message
-
-
-def test_other_names_wait_for_the_model() -> None:
-    loading = AppState(AsyncOmni("emoji", device="cpu"), ServerConfig())
-    with pytest.raises(ApiError, match="still loading"):
-        read_values(loading, GenerationBody, {"prompt": "a", "shift": 1})
-
-
-def wanted(state: AppState, body: Any, **images: list[PIL.Image.Image]) -> Request:
-    return engine_request(state, body, images)
+        config=AsyncOmni("emoji", device="cpu").config, facts=facts, output=output, can_edit=True,
+        defaults=OmniDiffusionSamplingParams(),
+    )  # fmt: skip
+    state = AppState(omni, ServerConfig(**(config or {})), "serving", is_loaded=True)
+    prompt = {"input" if output.kind == "audio" else "prompt": "a"}
+    return client_request(state, KINDS[output.kind], prompt | values, images or {})
 
 
 def test_images_travel_with_the_request() -> None:
     image, mask = PIL.Image.new("RGB", (32, 16)), PIL.Image.new("L", (32, 16))
-    made = wanted(state(VIDEO), VideoBody(prompt="a"), image=[image], mask=[mask])
+    made = wanted(FILM, images={"image": [image], "mask": [mask]}, takes=("image", "mask_image")).request
     assert (made.image, made.inputs, made.num_images) == (image, {"mask": mask}, 1)
-    assert wanted(state(VIDEO), VideoBody(prompt="a"), image=[image, image]).image == [image, image]
+    assert wanted(FILM, images={"image": [image, image]}).request.image == [image, image]
 
 
-def test_all_frames_count() -> None:
+@pytest.mark.parametrize(
+    ("output", "size", "values", "expected"),
+    [
+        (FILM, (480, 832), {}, (832, 480, 81, 81 / 16, 832 * 480 * 81)),
+        (FILM, (480, 832), {"seconds": 1.0, "width": 64, "height": 32}, (64, 32, 17, 17 / 16, 64 * 32 * 17)),
+        (FILM, (480, 832), {"num_frames": 9, "fps": 3.0}, (832, 480, 9, 3.0, 832 * 480 * 9)),
+        (SOUND, None, {"audio_length": 2.5}, (0, 0, 1, 2.5, 2**20)),
+        (MUSIC, None, {}, (0, 0, 1, 60.0, 2**20)),
+        (IMAGE, None, {"size": "64x32"}, (64, 32, 1, None, 64 * 32)),
+        (IMAGE, None, {}, (0, 0, 1, None, 2**20)),
+        (FILM, None, {}, (0, 0, 81, 81 / 16, 81 * 2**20)),
+    ],
+)
+def test_how_much_it_makes_is_known(output: OutputKind, size: Any, values: Any, expected: tuple[Any, ...]) -> None:
+    assert wanted(output, size, **values).size[:5] == expected
+
+
+@pytest.mark.parametrize(
+    ("output", "values", "limits", "param", "message"),
+    [
+        (FILM, {}, {"max_frames": 80}, "num_frames", "The video has 81 frames; the limit is 80 (--max-frames)"),
+        (FILM, {}, {"max_seconds": 5}, "seconds", "The video has 5.0625 seconds; the limit is 5 (--max-seconds)"),
+        (FILM, {}, {"max_video_pixels": 10**7}, "size", "81 frames of 832x480 are 32,348,160 pixels; the limit is"),
+        (FILM, {}, {"max_pixels": 10**5}, "size", "size 832x480 is 399,360 pixels; the limit is 100,000 (--max-p"),
+        (FILM, {"num_frames": 200, "size": None}, {}, "size", "200 frames of the model's size, taken as 1,048,576"),
+        (MUSIC, {}, {"max_seconds": 30}, "audio_length", "The audio has 60 seconds; the limit is 30 (--max-seconds)"),
+        (SOUND, {"audio_length": 301.0}, {}, "audio_length", "The audio has 301 seconds; the limit is 300"),
+        (IMAGE, {"size": "3000x3000"}, {}, "size", "size 3000x3000 is 9,000,000 pixels; the limit is 4,194,304"),
+        (IMAGE, {"size": "8x17000", "output_format": "webp"}, {}, "output_format", "webp holds at most 16383 pixels"),
+    ],
+)  # fmt: skip
+def test_it_has_limits(output: OutputKind, values: Any, limits: Any, param: str, message: str) -> None:
+    size = None if "num_frames" in values else (480, 832)
+    with pytest.raises(ApiError) as refused:
+        wanted(output, size, config={"limits": Limits(**limits)}, **values)
+    assert (refused.value.status, refused.value.param) == (400, param)
+    assert message in refused.value.message
+    wanted(IMAGE, config={"limits": Limits(max_video_pixels=1)}, size="2048x2048") if output is IMAGE else None
+
+
+def test_all_that_is_held_counts() -> None:
     """Eight bytes a pixel: of what is sent, of every frame, and of previews."""
-    image = PIL.Image.new("RGB", (64, 32))
-    films = state(VIDEO)
-    request = wanted(films, VideoBody(prompt="a", partial_images=2, width=32, height=16), image=[image])
-    assert memory_of(films, request) == 8 * (64 * 32 + (11 + 2) * 32 * 16)
-    small = state(VIDEO, max_memory=2**30, limits=Limits(max_frames=10**6))
+    film, image = OutputKind("video", fps=10.0, frames_argument="num_frames", frames=11), PIL.Image.new("RGB", (64, 32))
+    found = wanted(film, (16, 32), {"image": [image]}, partial_images=2, width=32, height=16)
+    assert found.size.num_bytes == 8 * (64 * 32 + (11 + 2) * 32 * 16)
+    assert wanted(MUSIC, audio_length=10).size.num_bytes == 441_000 * 16
+    many = {"max_memory": 2**30, "limits": Limits(max_frames=10**6, max_seconds=10**6, max_video_pixels=2**40)}
     with pytest.raises(ApiError, match=r"the limit is 805,306,368 .--max-memory"):
-        memory_of(small, wanted(small, VideoBody(prompt="a", num_frames=400_000)))
-    sound = state(OutputKind("audio", rate=44_100, duration_argument="shift"))
-    assert memory_of(sound, wanted(sound, AudioBody(input="a", audio_length=10))) == 441_000 * 16
+        wanted(film, (16, 32), config=many, num_frames=400_000)
+    assert wanted(film, (16, 32)).state.images.most == 8 * Limits().max_video_pixels, "for its largest video"
+    assert wanted(film, (16, 32), config={"max_memory": "1GiB"}).state.images.most == 3 * 2**28
 
 
-def test_a_video_server_has_memory_for_its_largest_video() -> None:
-    assert state(VIDEO).images.most == 8 * Limits().max_video_pixels
-    assert state(VIDEO, max_memory="1GiB").images.most == 3 * 2**28
+# ------------------------------------------------------------------------------------------------ what arrives
 
 
-def test_a_prompt_may_be_missing_only_where_none_is_taken() -> None:
-    films = state(VIDEO)
-    with pytest.raises(ApiError, match="prompt is missing"):
-        check_request(films, VideoBody(), wanted(films, VideoBody()))
-    assert check_request(films, VideoBody(prompt="a"), wanted(films, VideoBody(prompt="a"))).frames == 11
+def request(messages: Iterable[dict[str, Any]] = (), **headers: str) -> starlette.requests.Request:
+    """A request whose body comes in these messages, and then stalls."""
+    left = iter(messages)
+
+    async def receive() -> dict[str, Any]:
+        for message in left:
+            return message
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return starlette.requests.Request({"type": "http", "headers": raw}, receive)  # type: ignore[arg-type]
+
+
+def part(content: bytes, *, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.request", "body": content, "more_body": more}
+
+
+def received(asked: starlette.requests.Request, ledger: Ledger, seconds: float = 600) -> list[bytes]:
+    async def run() -> list[bytes]:
+        with ledger.hold() as hold:
+            return await asyncio.wait_for(receive_body(asked, 100, hold), seconds)
+
+    try:
+        return asyncio.run(run())
+    finally:
+        assert ledger.used == 0
+
+
+def test_a_body_is_kept_in_its_pieces() -> None:
+    ledger = Ledger(1000, "bodies")
+    assert received(request([part(b"ab"), part(b""), part(b"c", more=False)]), ledger) == [b"ab", b"c"]
+    with pytest.raises(ClientDisconnect):
+        received(request([part(bytes(60)), {"type": "http.disconnect"}]), ledger)
+
+
+def test_too_much_is_refused_whether_announced_or_not() -> None:
+    for asked in (request(content_length="101"), request([part(bytes(60)), part(bytes(41))])):
+        with pytest.raises(ApiError) as refused:
+            received(asked, Ledger(10_000, "bodies"))
+        assert (refused.value.status, refused.value.code) == (413, "body_too_large")
+
+
+def test_who_stalls_gives_way_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("samovar.server.request._STALL_S", 0.01)
+    with pytest.raises(ApiError) as refused:
+        received(request([part(bytes(60))]), Ledger(200, "bodies"))
+    assert (refused.value.status, refused.value.code) == (408, "body_stalled")
+    with pytest.raises(TimeoutError):  # With enough room it may take its time; the connection has a limit on that.
+        received(request([part(bytes(60))]), Ledger(2000, "bodies"), 0.3)
+
+
+@pytest.mark.parametrize(
+    "kind", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonp", "x" * 9999,
+             *(f"application/json; charset={name}" for name in ("latin-1", "utf-7", '"unicode_escape"', "undefined"))]
+)  # fmt: skip
+def test_other_kinds_are_refused(kind: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        check_type(request(content_type=kind), "application/json")
+    assert (refused.value.status, refused.value.code) == (415, "unsupported_media_type")
+    assert len(refused.value.message) < 250
+
+
+def test_the_right_kind_may_have_parameters() -> None:
+    for kind in ("Application/JSON", "application/json ; charset=UTF-8", 'application/json;charset="utf8"; x=y'):
+        assert check_type(request(content_type=kind), "application/json") == "application/json"
+
+
+# ------------------------------------------------------------------------------------------------ what is held
+
+
+def test_what_is_above_the_limit_is_refused_and_changes_nothing() -> None:
+    ledger = Ledger(1000, "bodies")
+    first = ledger.hold(600)
+    with ledger.hold(400) as second:
+        with pytest.raises(ApiError, match="holds bodies of 1,000 bytes for others; its limit is 1,000") as refused:
+            second.add(1)
+        assert (refused.value.status, refused.value.code) == (503, "memory_full")
+        assert refused.value.headers == {"Retry-After": "1"}
+    assert (ledger.used, ledger.is_tight) == (600, True)
+    first.release()
+    first.release()
+    assert (ledger.used, ledger.is_tight) == (0, False)
+
+
+def test_short_parts_cost_more_than_their_bytes_and_large_bodies_leave_room_for_small_ones() -> None:
+    """A part of one byte is an object of forty."""
+    ledger = Ledger(40 * 2**20, "bodies")
+    short, large, small = ledger.hold(), ledger.hold(), ledger.hold()
+    for _ in range(1000):
+        short.add_part(b"x")
+    assert ledger.used >= 40_000
+    short.release()
+    for _ in range(479):
+        large.add_part(bytes(2**16))
+    with pytest.raises(ApiError):
+        large.add_part(bytes(2**16))
+    for _ in range(30):
+        small.add_part(bytes(2**16))

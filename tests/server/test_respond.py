@@ -1,24 +1,127 @@
-"""What is made for a client that waits frees what it held, however it ends."""
+"""What goes back: images that can be opened, events that OpenAI's types accept, and nothing is held afterwards."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import base64
+import io
+import json
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import PIL.Image
 import pytest
+from openai.types import ImageGenCompletedEvent, ImageGenPartialImageEvent, ImagesResponse
 from starlette.requests import ClientDisconnect, Request
 
 from samovar import engine
 from samovar.core.errors import NanLatentsError
-from samovar.engine import Failed, PipelineFacts
+from samovar.engine import (
+    Done,
+    Failed,
+    GenerationResult,
+    OmniDiffusionSamplingParams,
+    PipelineFacts,
+    Preview,
+    Progress,
+    Started,
+)
 from samovar.server import AppState, ServerConfig
-from samovar.server.errors import ApiError
+from samovar.server.images import event_pieces, images_pieces
+from samovar.server.output_size import OutputSize
+from samovar.server.request import ClientRequest
 from samovar.server.respond import in_thread, make_now, result_of
-from samovar.server.schemas import GenerationBody
+from samovar.server.schemas import EditBody, GenerationBody, read_body
 
-BODY = GenerationBody(prompt="a")
+PICTURE = PIL.Image.effect_mandelbrot((40, 24), (-2, -1.5, 1, 1.5), 50).convert("RGB")
+RESULT = GenerationResult(
+    "a grey cat", (PICTURE, PICTURE), (7, 8), OmniDiffusionSamplingParams(num_inference_steps=4), 1.5, ("a note",),
+    (SimpleNamespace(to_dict=lambda: {"error": float("nan")}),),
+)  # fmt: skip
+
+
+def asked(**values: Any) -> GenerationBody:
+    return read_body(GenerationBody, {"prompt": "a grey cat", **values})
+
+
+def events(pieces: Iterator[bytes]) -> list[dict[str, Any]]:
+    found = []
+    for part in b"".join(pieces).decode().split("\n\n")[:-1]:
+        name, data = part.split("\n")
+        found.append(json.loads(data.removeprefix("data: "), parse_constant=lambda name: pytest.fail(name)))
+        assert name == "event: error" or name == f"event: {found[-1]['type']}"
+    return found
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
+def test_images_come_in_the_format_asked_for(kind: str) -> None:
+    body = json.loads(b"".join(images_pieces(asked(output_format=kind), RESULT, 5)))
+    answer = ImagesResponse.model_validate(body)
+    assert answer.data is not None
+    assert answer.usage is not None
+    picture = PIL.Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json or "")))
+    assert (picture.format, picture.size, answer.size) == (kind.upper(), (40, 24), "40x24")
+    assert [item["seed"] for item in body["data"]] == [7, 8]
+    assert body["samovar"] == {
+        "seconds": 1.5, "num_inference_steps": 4, "notes": ["a note"], "cache": [{"error": None}], "lora": [],
+        "memory_bytes": 5,
+    }  # fmt: skip
+    assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens) == (3, 8, 11)
+    if kind == "png":
+        assert picture.tobytes() == PICTURE.tobytes()
+
+
+def test_what_means_nothing_to_these_models_is_taken_with_a_note() -> None:
+    plain = asked(background="auto", moderation="auto", style=None)
+    openai = asked(style="vivid", input_fidelity="high", background="transparent", moderation="low", user="u1")
+    for body, noted in ((plain, []), (openai, ["user", "background", "moderation", "style", "input_fidelity"])):
+        whole = json.loads(b"".join(images_pieces(body, RESULT, 0)))["samovar"]["notes"]
+        streamed = events(event_pieces(body, Done(RESULT), 0, 0))[0]["samovar"]["notes"]
+        assert whole == streamed
+        assert (whole[0], [note.partition("=")[0] for note in whole[1:]]) == ("a note", noted)
+
+
+def test_compression_is_obeyed() -> None:
+    bodies = [asked(output_format="jpeg", output_compression=q) for q in (0, 50, 100)]
+    sizes = [len(b"".join(images_pieces(body, RESULT, 0))) for body in bodies]
+    assert sizes == sorted(set(sizes))
+
+
+def test_events_are_openais_and_steps_ours() -> None:
+    (partial,) = events(event_pieces(asked(), Preview(1, 4, 0, PICTURE), 2, 0))
+    assert ImageGenPartialImageEvent.model_validate(partial, strict=True).partial_image_index == 2
+    completed = events(event_pieces(asked(), Done(RESULT), 0, 0))
+    assert [ImageGenCompletedEvent.model_validate(body, strict=True).size for body in completed] == ["40x24"] * 2
+    assert [(body["seed"], body["image_index"]) for body in completed] == [(7, 0), (8, 1)]
+    assert events(event_pieces(EditBody(prompt="a"), Done(RESULT), 0, 0))[0]["type"] == "image_edit.completed"
+    step, every = Progress(2, 4, 0, 1, 0.5, False), asked(progress=True)
+    assert events(event_pieces(asked(), step, 0, 0)) == []
+    assert events(event_pieces(every, Started(0.25), 0, 0)) == [{"type": "samovar.started", "seconds_queued": 0.25}]
+    assert events(event_pieces(every, step, 0, 0)) == [{
+        "type": "samovar.progress", "step": 2, "num_steps": 4, "image_index": 0, "num_images": 1, "seconds": 0.5,
+        "is_computed": False,
+    }]  # fmt: skip
+    (failed,) = events(event_pieces(asked(), Failed(NanLatentsError("NaN", 3, None)), 0, 0))
+    assert failed["error"]["code"] == "nan_latents"
+
+
+def test_no_piece_is_long() -> None:
+    """What is sent at once holds up everybody else."""
+    noise = PIL.Image.effect_noise((2000, 1000), 100).convert("RGB")
+    result = GenerationResult("a cat", (noise,) * 2, (7, 8), OmniDiffusionSamplingParams(), 1.5)
+
+    async def pieces() -> list[bytes]:
+        return [piece async for piece in in_thread(images_pieces(asked(), result, 0))]
+
+    found = asyncio.run(pieces())
+    assert max(map(len, found)) <= 2**18
+    data = json.loads(b"".join(found))["data"]
+    images = [PIL.Image.open(io.BytesIO(base64.b64decode(item["b64_json"]))) for item in data]
+    assert [image.tobytes() for image in images] == [noise.tobytes()] * 2
+
+
+# ------------------------------------------------------------------------------------------------ what is held
 
 
 class Running:
@@ -35,33 +138,33 @@ class Running:
         return self._error
 
 
-def run(answer: Callable[[AppState, Request, Any], Any], job: Running) -> tuple[AppState, Any]:
-    async def never() -> Any:
-        await asyncio.sleep(3600)
+async def never() -> Any:
+    await asyncio.sleep(3600)
 
-    async def main() -> tuple[AppState, Any]:
-        facts = PipelineFacts("Pipe", frozenset({"prompt"}), 8, size=(10, 10))
-        omni: Any = SimpleNamespace(facts=facts, submit=lambda *_, **__: job)
-        state = AppState(omni, ServerConfig())
-        request = Request({"type": "http"}, never)
-        try:
-            return state, await make_now(
-                state, request, BODY, engine.Request("a"), lambda running: answer(state, request, running)
-            )
-        except ApiError as error:
-            return state, error
 
-    return asyncio.run(main())
+HTTP = Request({"type": "http"}, never)
+
+
+def make(job: Running, answer: Any) -> tuple[AppState, Any]:
+    """A response of a state, of whose memory it holds 800 bytes."""
+    omni: Any = SimpleNamespace(
+        facts=PipelineFacts("Pipe", frozenset({"prompt"}), 8), submit=lambda *_, **__: job,
+        config=SimpleNamespace(attach_config=SimpleNamespace(cache=None)),
+    )  # fmt: skip
+    state = AppState(omni, ServerConfig())
+    wanted = ClientRequest(state, asked(), engine.Request("a"), OutputSize(10, 10, 1, None, 100, 800))
+    return state, make_now(HTTP, wanted, lambda running: answer(state, running))
 
 
 def test_a_failure_is_told_and_nothing_is_held() -> None:
-    async def answer(state: AppState, request: Request, job: Any) -> Any:
+    async def answer(state: AppState, running: Any) -> Any:
         assert state.images.used == 800
-        return in_thread(iter([await result_of(state, request, job)])), "x"  # type: ignore[list-item]
+        return in_thread(iter([await result_of(HTTP, running)])), "x"  # type: ignore[list-item]
 
     job = Running(NanLatentsError("After step 3 the latents contain NaN.", 3, None))
-    state, error = run(answer, job)
-    assert (error.status, error.code) == (500, "nan_latents")
+    state, response = make(job, answer)
+    with pytest.raises(NanLatentsError):
+        asyncio.run(response)
     assert job.is_cancelled
     assert state.images.used == 0
 
@@ -73,22 +176,20 @@ def test_an_answer_ends_its_job_and_frees_memory(is_cut: bool) -> None:
         if is_cut:
             raise OSError("the connection is gone")
 
-    async def answer(state: AppState, request: Request, job: Any) -> Any:
+    async def answer(state: AppState, running: Any) -> Any:
         return pieces(), "video/mp4"
 
-    job = Running()
-    state, response = run(answer, job)
-    assert (response.media_type, state.images.used, job.is_cancelled) == ("video/mp4", 800, False)
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async def receive() -> Any:
-        await asyncio.sleep(3600)
+    job, sent = Running(), list[Any]()
+    state, coming = make(job, answer)
 
     async def main() -> None:
-        await response({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
+        response = await coming
+        assert (response.media_type, state.images.used, job.is_cancelled) == ("video/mp4", 800, False)
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await response({"type": "http", "asgi": {"spec_version": "2.4"}}, never, send)
 
     if is_cut:
         with pytest.raises(ClientDisconnect):

@@ -233,7 +233,7 @@ def test_a_signal_while_it_loads_ends_it(folder: Path) -> None:
 
 def test_answers_are_not_held_back_for_an_acknowledgement() -> None:
     """What is accepted inherits it: without, every answer took 44 ms."""
-    with _bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+    with _bind("127.0.0.1", 0, 30.0) as listener, socket.create_connection(listener.getsockname()):
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -87,16 +87,16 @@ async def _run(options: argparse.Namespace, state: AppState) -> int:
             print(text, file=sys.stderr, flush=True)
 
     def on_ready(address: str) -> None:
-        if options.jobs is not None and not state.has_jobs:
+        if options.jobs is not None and state.jobs is None:
             log.warning("--jobs is for videos, and %r makes %s: it is not used", state.model_name, state.omni.output)
         if is_json:
             log.info("ready", extra={"model": state.model_name, "address": address, "load_s": state.omni.load_seconds})
         else:
             _announce(address, state)
 
-    code = await serve(state, on_listening, on_ready)
+    await serve(state, on_listening, on_ready)
     log.info("the server has ended: %d images, videos and sounds were made", state.omni.status().images)
-    return code
+    return 0
 
 
 def _app_state(options: argparse.Namespace) -> AppState:
@@ -137,7 +137,7 @@ def _announce(address: str, state: AppState) -> None:
     """Print where the server is and how to ask it, ready to paste."""
     key = "" if state.config.api_key is None else f' -H "Authorization: Bearer ${KEY_VARIABLE}"'
     path, body = _EXAMPLES[state.omni.output.kind]
-    jobs = f"  jobs   {state.video_jobs.store.folder}\n" if state.has_jobs else ""
+    jobs = f"  jobs   {state.jobs.store.folder}\n" if state.jobs is not None else ""
     print(
         f"samovar serves {state.model_name!r} at {address}\n"
         f"  page   {address}/\n"

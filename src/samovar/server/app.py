@@ -4,37 +4,78 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from html import escape
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from .. import __version__
-from .audio import TYPES, Sounds
-from .decode_worker import JSON
-from .errors import ApiError, ErrorBody
-from .images import Images
+from ..core.errors import SamovarError
+from .decode import JSON
+from .errors import ApiError, ErrorBody, api_error, refusal
+from .images import EventBody, ImagesBody, respond_with_images
+from .job_store import VideoData
 from .metrics import Metrics
 from .middleware import Middleware
-from .output_size import output_size
-from .request import FORM
-from .respond import EventBody, ImagesBody
-from .schemas import AudioBody, EditBody, GenerationBody, RemixBody, SpeechBody, VideoBody, request_schema
+from .request import FORM, HttpRequest, check_type, client_request, read_values
+from .respond import MEDIA_TYPES, respond_with_file
+from .schemas import (
+    AudioBody,
+    EditBody,
+    GenerationBody,
+    RemixBody,
+    RequestBody,
+    SpeechBody,
+    VideoBody,
+    json_schema,
+    query_parameters,
+    read_texts,
+    schema_of,
+)
 from .state import AppState
-from .video_jobs import VARIANTS
-from .videos import DeletedVideo, VideoData, VideoList, Videos
+from .video_jobs import FILES
+from .videos import ContentQuery, DeletedVideo, PageQuery, VideoList, Videos, respond_with_job
 
 _PAGE_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _STARTED = int(time.time())
-_FOR_JOBS, _FOR_ALL = (400, 401, 403, 404, 503), (401, 403)
-_FOR_MAKING = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504, 507)
+_ERRORS: dict[int | str, Any] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
+
+
+class Endpoint(NamedTuple):
+    """An address at which something is made."""
+
+    path: str
+    body: type[RequestBody]
+    makes: str
+    respond: Callable[..., Awaitable[Response]]
+    answer: Mapping[str, Any]
+    """What a good answer is, for the documentation."""
+    types: tuple[str, ...] = (JSON,)
+    files: Mapping[str, str] = {}
+    """The names of files, and which inputs they are."""
+    needs_image: bool = False
+
+
+_IMAGES = {"model": ImagesBody, "content": {"text/event-stream": {"schema": EventBody.model_json_schema()}}}
+_SOUND: Mapping[str, Any] = {"content": {kind: {} for kind in MEDIA_TYPES.values()}}
+_EDITED = {"image": "image", "image[]": "image", "mask": "mask", "control_image": "control_image"}
+_FILMED = {"input_reference": "image", **_EDITED, "last_image": "last_image"}
+_BOTH = (FORM, JSON)
+ENDPOINTS = (
+    Endpoint("images/generations", GenerationBody, "image", respond_with_images, _IMAGES),
+    Endpoint("images/edits", EditBody, "image", respond_with_images, _IMAGES, (FORM,), _EDITED, needs_image=True),
+    Endpoint("videos", VideoBody, "video", respond_with_job, {"model": VideoData}, _BOTH, _FILMED),
+    Endpoint("videos/sync", VideoBody, "video", respond_with_file, {"content": {"video/mp4": {}}}, _BOTH, _FILMED),
+    Endpoint("audio/generate", AudioBody, "audio", respond_with_file, _SOUND),
+    Endpoint("audio/speech", SpeechBody, "audio", respond_with_file, _SOUND),
+)
 
 
 def create_app(state: AppState) -> ASGIApp:
@@ -43,59 +84,57 @@ def create_app(state: AppState) -> ASGIApp:
     # Since 0.162 FastAPI has spans and logs of its own: beside ours each request would be there twice, and errors would
     # be logged with what clients sent. Earlier versions take any name.
     silent: Any = {"tracing": False, "logs": False}
-    app = FastAPI(title="Samovar", version=__version__, docs_url=None, redoc_url=None, telemetry=silent)
-    _add_making(app, state)
+    app = FastAPI(
+        title="Samovar", version=__version__, docs_url=None, redoc_url=None, telemetry=silent, responses=_ERRORS,
+        exception_handlers={
+            SamovarError: _ours, HTTPException: _by_framework, ClientDisconnect: _gone, Exception: _unexpected,
+        },
+    )  # fmt: skip
+    for endpoint in ENDPOINTS:
+        _add_endpoint(app, state, endpoint)
+    _add_videos(app, Videos(state))
     _add_models(app, state)
     _add_probes(app, state, metrics)
     _add_page(app)
-    _add_docs(app)
-    _add_error_handlers(app)
     app.openapi()  # Kept from now on. It takes a tenth of a second, in which nobody would be served.
     return Middleware(app, state.config, metrics.count)
 
 
-def _add_making(app: FastAPI, state: AppState) -> None:
-    images, videos, sounds, limits = Images(state), Videos(state), Sounds(state), state.config.limits
-    stream = {"content": {"text/event-stream": {"schema": EventBody.model_json_schema()}}}
-    edit_files = {"image": True, **dict.fromkeys(("mask", "control_image"), False)}
-    files = dict.fromkeys(("input_reference", "last_image", "mask", "control_image"), False)
-    video = {JSON: request_schema(VideoBody, limits), FORM: request_schema(VideoBody, limits, files)}
-    made, job = {"model": ImagesBody, **stream}, {"model": VideoData}
-    sound: dict[str, Any] = {"content": {kind: {} for kind in TYPES.values()}}
-    routes: tuple[tuple[str, Callable[..., Any], dict[str, Any], dict[str, Any]], ...] = (
-        ("images/generations", images.generate, {JSON: request_schema(GenerationBody, limits)}, made),
-        ("images/edits", images.edit, {FORM: request_schema(EditBody, limits, edit_files)}, made),
-        ("videos", videos.create, video, job),
-        ("videos/sync", videos.create_now, video, {"content": {"video/mp4": {}}}),
-        ("videos/{video_id}/remix", videos.remix, {JSON: RemixBody.model_json_schema()}, job),
-        ("audio/generate", sounds.generate, {JSON: request_schema(AudioBody, limits)}, sound),
-        ("audio/speech", sounds.speak, {JSON: request_schema(SpeechBody, limits)}, sound),
-    )
-    for path, handler, schemas, answer in routes:
-        content = {kind: {"schema": schema} for kind, schema in schemas.items()}
-        body = {"requestBody": {"required": True, "content": content}}
-        _add(app, "POST", f"/v1/{path}", handler, answer, _FOR_MAKING, openapi_extra=body)
-    content = {kind: {} for _, kind in VARIANTS.values()}
-    for path, method, handler, answer in (
-        ("", "GET", videos.page, {"model": VideoList}),
-        ("/{video_id}", "GET", videos.retrieve, job),
-        ("/{video_id}", "DELETE", videos.delete, {"model": DeletedVideo}),
-        ("/{video_id}/content", "GET", videos.content, {"content": content}),
-    ):
-        _add(app, method, f"/v1/videos{path}", handler, answer, _FOR_JOBS)
+def _add_endpoint(app: FastAPI, state: AppState, endpoint: Endpoint) -> None:
+    async def make(http: HttpRequest) -> Response:
+        kind = check_type(http, *endpoint.types)
+        state.check_open(endpoint.makes)
+        if endpoint.needs_image:
+            state.check_can_edit()
+        if endpoint.respond is not respond_with_job:  # Which has a queue of its own.
+            state.omni.check_room()  # Before the body is received.
+        values, images = await read_values(state, http, kind, endpoint.files)
+        if kind == FORM:
+            values = read_texts(state.schema(endpoint.body), values)
+        if endpoint.needs_image and "image" not in images:
+            raise refusal("image", "image is missing. Send it as a file.")
+        return await endpoint.respond(http, client_request(state, endpoint.body, values, images))
+
+    schema = schema_of(endpoint.body, state.config.limits)
+    files = {name: name == "image" and endpoint.needs_image for name in endpoint.files if not name.endswith("[]")}
+    content = {kind: {"schema": json_schema(schema, files if kind == FORM else {})} for kind in endpoint.types}
+    _add(app, "POST", endpoint.path, make, endpoint.answer, requestBody={"required": True, "content": content})
 
 
-def _add(
-    app: FastAPI,
-    method: str,
-    path: str,
-    handler: Callable[..., Any],
-    answer: dict[str, Any],
-    errors: tuple[int, ...],
-    **more: Any,
-) -> None:
-    answers: dict[int | str, dict[str, Any]] = {200: answer, **{code: {"model": ErrorBody} for code in errors}}
-    app.add_api_route(path, handler, methods=[method], responses=answers, response_model=None, **more)
+def _add_videos(app: FastAPI, videos: Videos) -> None:
+    remix = {"required": True, "content": {JSON: {"schema": RemixBody.model_json_schema()}}}
+    files: dict[str, Any] = {"content": {kind: {} for _, kind in FILES.values()}}
+    video, one = {"model": VideoData}, "videos/{video_id}"
+    _add(app, "POST", f"{one}/remix", videos.remix, video, requestBody=remix)
+    _add(app, "GET", "videos", videos.page, {"model": VideoList}, parameters=query_parameters(PageQuery))
+    _add(app, "GET", one, videos.retrieve, video)
+    _add(app, "DELETE", one, videos.delete, {"model": DeletedVideo})
+    _add(app, "GET", f"{one}/content", videos.content, files, parameters=query_parameters(ContentQuery))
+
+
+def _add(app: FastAPI, method: str, path: str, handler: Any, answer: Mapping[str, Any], **described: Any) -> None:
+    app.add_api_route(f"/v1/{path}", handler, methods=[method], responses={200: dict(answer)}, response_model=None,
+                      openapi_extra=described)  # fmt: skip
 
 
 def _add_models(app: FastAPI, state: AppState) -> None:
@@ -111,18 +150,19 @@ def _add_models(app: FastAPI, state: AppState) -> None:
         return described(model)
 
     async def status() -> dict[str, Any]:
-        state.check_not_draining()
+        if state.phase == "draining":
+            state.check_open()
         return _status(state)
 
-    _add(app, "GET", "/v1/models", models, {}, _FOR_ALL)
-    _add(app, "GET", "/v1/models/{model}", model, {}, (*_FOR_ALL, 404))
-    _add(app, "GET", "/v1/samovar/status", status, {}, (*_FOR_ALL, 503))
+    _add(app, "GET", "models", models, {})
+    _add(app, "GET", "models/{model}", model, {})
+    _add(app, "GET", "samovar/status", status, {})
 
 
 def _add_probes(app: FastAPI, state: AppState, metrics: Metrics) -> None:
-    def report(problem: str | None, well: tuple[str | None, ...]) -> Response:
-        status = state.omni.status()
-        body = {"status": problem or "ok", "model": state.model_name, "restarts": status.restarts, **_made(state)}
+    def report(*well: str) -> Response:
+        status, problem = state.omni.status(), state.problem() or "ok"
+        body = {"status": problem, "model": state.model_name, "restarts": status.restarts, **_made(state)}
         body |= {"replicas": len(status.replicas), "replicas_ready": status.replicas_ready}
         return JSONResponse(body, 200 if problem in well else 503)
 
@@ -132,69 +172,58 @@ def _add_probes(app: FastAPI, state: AppState, metrics: Metrics) -> None:
 
     async def ready() -> Response:
         """Whether a request would be taken now."""
-        return report(state.problem(), (None,))
+        return report("ok")
 
     async def health() -> Response:
         """Whether the server must be replaced; loading and draining are healthy."""
-        return report(state.problem(), (None, "loading", "draining", "restarting"))
+        return report("ok", "loading", "draining", "restarting")
 
     async def prometheus() -> Response:
         return Response(metrics.text(), media_type=metrics.content_type)
 
-    unwell: dict[int | str, Any] = {503: {"description": "It does not"}}
-    for path, handler, responses in (("/live", live, {}), ("/ready", ready, unwell), ("/health", health, unwell)):
-        app.add_api_route(path, handler, methods=["GET"], responses=responses, response_model=None)
+    for path, handler in (("/live", live), ("/ready", ready), ("/health", health), ("/metrics", prometheus)):
+        app.add_api_route(path, handler, methods=["GET"], response_model=None)
         app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)  # Some load balancers do.
-    _add(app, "GET", "/metrics", prometheus, {"content": {"text/plain": {}}}, _FOR_ALL, response_class=Response)
 
 
 def _add_page(app: FastAPI) -> None:
-    """The page's files, by name and read once: no path from a client is ever opened."""
-    folder = resources.files(__package__) / "page"
-    for file in folder.iterdir():
+    """The page's files, by name and read once: no path from a client is ever opened. And what can be asked for, as a
+    page without scripts: FastAPI's own loads them from elsewhere."""
+    for file in (resources.files(__package__) / "page").iterdir():
         media_type = _PAGE_TYPES.get(file.name.rpartition(".")[2])
         if media_type is not None:
             path = "/" if file.name == "index.html" else f"/page/{file.name}"
             response = Response(file.read_bytes(), media_type=media_type, headers={"Cache-Control": "no-cache"})
             app.add_route(path, response, methods=["GET"], include_in_schema=False)  # type: ignore[arg-type]
 
-
-def _add_docs(app: FastAPI) -> None:
-    """What can be asked for, as a page without scripts: FastAPI's own loads them from elsewhere."""
-
     async def docs() -> Response:
-        methods = [(path, *item) for path, items in app.openapi()["paths"].items() for item in items.items()]
-        parts = [f"<h2>{method.upper()} {path}</h2><pre>{escape(json.dumps(about, indent=1))}</pre>"
-                 for path, method, about in methods]  # fmt: skip
         head = "<!doctype html><meta charset=utf-8><title>Samovar</title><link rel=stylesheet href=/page/page.css>"
+        parts = [f"<h2>{escape(path)}</h2><pre>{escape(json.dumps(about, indent=1))}</pre>"
+                 for path, about in app.openapi()["paths"].items()]  # fmt: skip
         return Response(f"{head}<p><a href=/openapi.json>openapi.json</a></p>{''.join(parts)}", media_type="text/html")
 
     app.add_api_route("/docs", docs, include_in_schema=False)
 
 
-def _add_error_handlers(app: FastAPI) -> None:
-    """Every error has the same form, whoever raises it."""
+async def _ours(http: HttpRequest, error: Any) -> Response:
+    return api_error(error).response()
 
-    @app.exception_handler(ApiError)
-    async def ours(request: Request, error: ApiError) -> Response:
-        return error.response()
 
-    @app.exception_handler(HTTPException)
-    async def by_framework(request: Request, error: HTTPException) -> Response:
-        path = repr(request.url.path[:200])
-        message, code = {
-            404: (f"There is nothing at {path}.", "not_found"),
-            405: (f"{path} does not support the method {request.method[:20]}.", "method_not_allowed"),
-        }.get(error.status_code, (str(error.detail)[:200], "invalid_request"))
-        return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+async def _by_framework(http: HttpRequest, error: Any) -> Response:
+    path = repr(http.url.path[:200])
+    message, code = {
+        404: (f"There is nothing at {path}.", "not_found"),
+        405: (f"{path} does not support the method {http.method[:20]}.", "method_not_allowed"),
+    }.get(error.status_code, (str(error.detail)[:200], "invalid_request"))
+    return ApiError(error.status_code, message, code=code, headers=error.headers).response()
 
-    @app.exception_handler(ClientDisconnect)
-    async def gone(request: Request, error: ClientDisconnect) -> Response:
-        return ApiError(499, "The client went away.", code="cancelled").response()  # For the log alone.
 
-    @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> Response:
-        return ApiError(500, "The server failed. Its log says why.", code="internal_error").response()
+async def _gone(http: HttpRequest, error: Any) -> Response:
+    return ApiError(499, "The client went away.", code="cancelled").response()  # For the log alone.
+
+
+async def _unexpected(http: HttpRequest, error: Any) -> Response:
+    return ApiError(500, "The server failed. Its log says why.", code="internal_error").response()
 
 
 def _made(state: AppState) -> dict[str, str]:
@@ -204,18 +233,23 @@ def _made(state: AppState) -> dict[str, str]:
 
 def _status(state: AppState) -> dict[str, Any]:
     """What the page shows: the model, its limits, and how busy it is."""
-    return {
-        **asdict(state.omni.status()),
+    omni = state.omni
+    found = {
+        **asdict(omni.status()),
         "version": __version__,
         "model": state.model_name,
         "problem": state.problem(),
-        "defaults": state.omni.defaults.given() if state.is_loaded else {},
-        "can_edit": state.omni.can_edit if state.is_loaded else False,
-        "output": state.omni.output.kind if state.is_loaded else None,
-        "seconds": output_size(state.omni.facts).seconds if state.is_loaded else None,
-        "inputs": state.omni.facts.inputs.takes if state.is_loaded else (),
         "is_cached": state.is_cached,
         "adapters": state.adapters,
         "limits": asdict(state.config.limits),
-        "max_queue": state.omni.config.max_queue,
+        "max_queue": omni.config.max_queue,
+    }
+    if not state.is_loaded:
+        return found | {"defaults": {}, "can_edit": False, "output": None, "seconds": None, "inputs": ()}
+    return found | {
+        "defaults": omni.defaults.given(),
+        "can_edit": omni.can_edit,
+        "output": omni.output.kind,
+        "seconds": state.usual_size.seconds,
+        "inputs": omni.facts.inputs.takes,
     }

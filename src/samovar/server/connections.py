@@ -1,26 +1,22 @@
-"""Which connections stay: those that are served, and of those that wait for their client as many as there is room for.
+"""Connections: uvicorn's own, each of which knows since when it waits for its client.
 
-uvicorn closes a connection that is idle between two requests. It would wait for ever for the first request, for the
-rest of one, for a client that reads no answer, and for one that sent something behind its request and left.
+uvicorn closes a connection that is idle after a request. It has no limit on the time until the first request has come
+as a whole, and does not see a client leave that sent something behind its request.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import fcntl
 import logging
+import math
 import resource
 import socket
 import sys
-import termios
 import time
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..core.errors import SettingError
@@ -38,149 +34,83 @@ _LEFT = (7, 8)
 log = logging.getLogger("samovar.server")
 
 
-@dataclass(eq=False)
-class _Client:
-    """A connection, and since when it is its client's turn."""
+class Connection(H11Protocol):
+    """A connection. When there are too many, the one that makes least of its place is closed."""
 
-    protocol: H11Protocol
-    waits_since: float | None
-    """None while a request is served."""
-    heard_at: float
-    """When something came of it, or was sent to it."""
-    unread: int = 0
-    unread_since: float = 0.0
+    _last_log: ClassVar[float] = -_LOG_S
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.waits_since = self.heard_at = time.monotonic()
+        self._answered: object = None
+        if len(self.connections) >= (self.limit_concurrency or math.inf) - ACCEPTED_AT_ONCE:
+            self._make_room()
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is the client's turn to send."""
+        return self.cycle is None or self.cycle.more_body or self.cycle.response_complete
 
     @property
     def address(self) -> str:
-        return self.protocol.client[0] if self.protocol.client else ""
+        return self.client[0] if self.client else ""
 
-
-class Door:
-    """Makes uvicorn's connections, and closes those that wait for too long, or longest when there are too many."""
-
-    def __init__(self, most: int, timeout_s: float) -> None:
-        self._most, self._timeout_s = most, timeout_s
-        self._clients: dict[H11Protocol, _Client] = {}
-        self._by_address: dict[tuple[str, int] | None, _Client] = {}
-        self._num_closed, self._last_log = 0, -_LOG_S
-
-    def __call__(self, *args: Any, **more: Any) -> H11Protocol:
-        """A new connection, as uvicorn's `http` class would make it."""
-        if len(self._clients) >= self._most:
-            self._make_room()
-        protocol = H11Protocol(*args, **more)
-        self._clients[protocol] = _Client(protocol, time.monotonic(), time.monotonic())
-        protocol.loop.call_soon(protocol.loop.call_soon, self._enter, protocol)  # Once it is connected.
-        return protocol
-
-    def _enter(self, protocol: H11Protocol) -> None:
-        if protocol in self._clients:
-            self._by_address[protocol.client] = self._clients[protocol]
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
         with contextlib.suppress(AttributeError):  # Another loop than asyncio's has its own limit.
-            protocol.transport.max_size = _READ_BYTES  # type: ignore[attr-defined]
+            transport.max_size = _READ_BYTES
 
-    def sweep(self) -> None:
-        """Close connections of clients that have left, that send too slowly, or that read nothing."""
-        now = time.monotonic()
-        for protocol, client in list(self._clients.items()):
-            transport: asyncio.Transport | None = protocol.transport
-            if transport is None:
-                continue
-            if transport.is_closing():
-                self._forget(client)
-            elif self._is_late(client, transport, now) or _has_left(transport):
-                transport.abort()
+    def data_received(self, data: bytes) -> None:
+        self.heard_at = time.monotonic()
+        super().data_received(data)
 
-    def _forget(self, client: _Client) -> None:
-        del self._clients[client.protocol]
-        if self._by_address.get(client.protocol.client) is client:
-            del self._by_address[client.protocol.client]
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # Whoever serves the request sends nothing behind this answer.
+        super().send_400_response(msg)
 
-    def _is_late(self, client: _Client, transport: asyncio.Transport, now: float) -> bool:
-        """Whether it was the client's turn for too long: to send, or to read."""
-        unread = transport.get_write_buffer_size()
-        if not unread:
-            client.unread = 0
-            return client.waits_since is not None and now - client.waits_since > self._timeout_s
-        unread += _bytes_in_flight(transport)
-        if not 0 < client.unread <= unread:
-            client.unread_since = now
-        client.unread = unread
-        return now - client.unread_since > self._timeout_s
+    def is_late(self, timeout_s: float) -> bool:
+        """Whether it was the client's turn for too long; to be asked several times a second."""
+        if not self.waits or (self.cycle is not self._answered and self.cycle.response_complete):
+            self._answered, self.waits_since = self.cycle, time.monotonic()
+        return time.monotonic() - self.waits_since > timeout_s
+
+    def has_left(self) -> bool:
+        """Whether the client has closed its side, which uvicorn does not see behind half a request."""
+        try:
+            line = self.transport.get_extra_info("socket")
+            return sys.platform == "linux" and line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _LEFT
+        except OSError:
+            return False
 
     def _make_room(self) -> None:
         """Close the connection that has been silent for longest, of the address that has most that wait."""
-        waiting = [each for each in self._clients.values() if each.waits_since is not None and each.protocol.transport]
+        waiting = [
+            each
+            for each in self.connections
+            if isinstance(each, Connection) and each.waits and not each.transport.is_closing()
+        ]
         counts = Counter(each.address for each in waiting)
-        if waiting:
-            first = max(waiting, key=lambda each: (counts[each.address], -each.heard_at))
-            self._forget(first)
-            first.protocol.transport.abort()
-        self._num_closed += 1
-        if time.monotonic() - self._last_log >= _LOG_S:  # It must not fill a disk.
-            message = "too many connections (at most %d): closed %d, those that waited longest"
-            log.warning(message, self._most, self._num_closed)
-            self._num_closed, self._last_log = 0, time.monotonic()
+        victim = max(waiting, key=lambda each: (counts[each.address], -each.heard_at), default=None)
+        if victim is not None:
+            victim.transport.abort()
+        if time.monotonic() - Connection._last_log >= _LOG_S:  # It must not fill a disk.
+            log.warning("too many connections: those that wait are closed, the most silent first (--max-connections)")
+            Connection._last_log = time.monotonic()
 
-    def watching(self, app: ASGIApp) -> ASGIApp:
-        """The same application. It is the client's turn until its request has come as a whole, and again after the
-        answer. Nothing is sent on a connection that uvicorn closes, such as for a body that is no HTTP."""
 
-        async def watched(scope: Scope, receive: Receive, send: Send) -> None:
-            client = self._by_address.get(scope["client"] and tuple(scope["client"]))
-            if client is None:
-                await app(scope, receive, send)
-                return
-            headers = Headers(scope=scope)
-            client.heard_at = time.monotonic()
-            if "transfer-encoding" not in headers and headers.get("content-length", "0") == "0":
-                client.waits_since = None
-
-            async def noting() -> Message:
-                message = await receive()
-                if message["type"] == "http.request":
-                    client.heard_at = time.monotonic()
-                    client.waits_since = client.waits_since if message.get("more_body") else None
-                return message
-
-            async def sending(message: Message) -> None:
-                if not client.protocol.transport.is_closing():
-                    await send(message)
-
-            try:
-                await app(scope, noting, sending)
-            finally:
-                client.waits_since = client.heard_at = time.monotonic()
-
-        return watched
+def sweep(connections: Iterable[Any], timeout_s: float) -> None:
+    """Close connections of clients that have left, or that send too slowly."""
+    for each in list(connections):
+        if not each.transport.is_closing() and (each.is_late(timeout_s) or each.has_left()):
+            each.transport.abort()
 
 
 def available_connections(wanted: int) -> int:
     """As many connections as wanted, or as the system's limit on open files leaves room for."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit == resource.RLIM_INFINITY:
-        return wanted
-    room = limit - _KEPT_FILES - ACCEPTED_AT_ONCE
+    room = wanted if limit == resource.RLIM_INFINITY else limit - _KEPT_FILES - ACCEPTED_AT_ONCE
     if room < 1:
         message = f"The limit on open files is {limit}, which leaves none for connections. Raise it with ulimit -n."
         raise SettingError(message, param="max_connections")
     return min(wanted, room)
-
-
-def _has_left(transport: asyncio.Transport) -> bool:
-    """Whether the client has closed its side, which uvicorn does not see behind half a request."""
-    try:
-        line = transport.get_extra_info("socket")
-        return sys.platform == "linux" and line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _LEFT
-    except OSError:
-        return False
-
-
-def _bytes_in_flight(transport: asyncio.Transport) -> int:
-    """What the system holds for a client. It takes more only once megabytes are gone, which may take minutes."""
-    found = bytearray(4)
-    try:
-        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, found)
-    except OSError:  # Closed meanwhile, or not a socket that can tell.
-        return 0
-    return int.from_bytes(found, sys.byteorder)

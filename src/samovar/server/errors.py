@@ -3,43 +3,45 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from pydantic import BaseModel
 from starlette.responses import Response
 
 from ..core.errors import EngineError, QueueFullError, SamovarError, SettingError
+from ..core.settings import table
 from ..engine import OmniDiffusionConfig
+from .decode import Refused
 
-_STATUS = {
-    "queue_full": 429,
-    "queue_timeout": 503,
-    "worker_restarted": 503,
-    "shutting_down": 503,
-    "engine_down": 503,
-    "step_timeout": 504,
-    "out_of_memory": 507,
-    "nan_latents": 500,
-    "cancelled": 499,
+_ANSWERS: dict[str, tuple[int, int]] = {
+    "queue_full": (429, 1),
+    "queue_timeout": (503, 5),
+    "worker_restarted": (503, 2),
+    "shutting_down": (503, 5),
+    "engine_down": (503, 30),
+    "step_timeout": (504, 0),
+    "out_of_memory": (507, 0),
+    "nan_latents": (500, 0),
+    "cancelled": (499, 0),
 }
-_NO_RETRY = ("step_timeout", "out_of_memory", "nan_latents")
-"""The same request would fail again, and OpenAI's clients retry by default."""
-_RETRY_AFTER_S = {"worker_restarted": 2, "shutting_down": 5, "engine_down": 30, "queue_timeout": 5}
+"""By the code of an engine's error: its status, and the seconds after which to try again. With 0 the same request would
+fail again, and OpenAI's clients retry by default."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _WIRE_NAMES = {"height": "size", "width": "size", "num_outputs_per_prompt": "n", "deadline_s": "deadline",
                "num_previews": "partial_images"}  # fmt: skip
 """Parameters that have another name in a request."""
 _PYTHON_NAMES = re.compile(r"\b(exact=True|[a-z]+(?:_[a-z]+)+)\b")
 _SERVER_NAMES = {
-    **{name: f"--{name.removesuffix('_s').replace('_', '-')}" for field in fields(OmniDiffusionConfig)
-       if "_" in (name := field.name)},
+    **{name: f"--{name.removesuffix('_s').replace('_', '-')}" for name in table(OmniDiffusionConfig) if "_" in name},
     **_WIRE_NAMES, "exact=True": '"cache": false',
 }  # fmt: skip
 """What Python's settings and parameters are called in the server's options and in requests."""
+
+log = logging.getLogger("samovar.server")
 
 
 class ErrorDetail(BaseModel):
@@ -55,7 +57,7 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-class ApiError(Exception):
+class ApiError(SamovarError):
     """An error that is sent to the client."""
 
     def __init__(
@@ -86,29 +88,20 @@ def refusal(param: str | None, message: str, code: str = "invalid_value") -> Api
 
 
 def api_error(error: SamovarError) -> ApiError:
-    """What the client sees of an engine error. Internal errors stay in the log."""
+    """What the client sees of an error. What is about the server rather than the request, such as a model file or an
+    exception of a library, is logged instead."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Refused):
+        return refusal(error.param, str(error), error.code)
+    message = _PYTHON_NAMES.sub(lambda match: _SERVER_NAMES.get(match[1], match[1]), str(error))
     if isinstance(error, SettingError):
-        param = _WIRE_NAMES.get(error.param or "", error.param)
-        return ApiError(400, _in_wire_names(str(error)), param=param, code="invalid_value")
-    if is_internal(error):
+        return refusal(_WIRE_NAMES.get(error.param or "", error.param), message)
+    if not isinstance(error, EngineError) or error.code not in _ANSWERS:
+        log.error("the engine failed: %s: %s", type(error).__name__, error)
         return ApiError(500, "The engine failed. The server's log says why.", code="internal_error")
-    assert isinstance(error, EngineError)
-    headers: dict[str, str] = {}
+    status, retry_s = _ANSWERS[error.code]
     if isinstance(error, QueueFullError):
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
-    elif error.code in _RETRY_AFTER_S:
-        headers["Retry-After"] = str(_RETRY_AFTER_S[error.code])
-    if error.code in _NO_RETRY:
-        headers["x-should-retry"] = "false"
-    message = _in_wire_names(str(error))
-    return ApiError(_STATUS.get(error.code, 500), message, code=error.code, headers=headers)
-
-
-def _in_wire_names(message: str) -> str:
-    return _PYTHON_NAMES.sub(lambda match: _SERVER_NAMES.get(match[1], match[1]), message)
-
-
-def is_internal(error: SamovarError) -> bool:
-    """Whether an error is about the server rather than the request, such as a model file or a library's exception."""
-    is_known = isinstance(error, EngineError) and error.code != EngineError.code
-    return not is_known and not isinstance(error, SettingError)
+        retry_s = max(retry_s, math.ceil(error.retry_after_s))
+    headers = {"Retry-After": str(retry_s)} if retry_s else {"x-should-retry": "false"}
+    return ApiError(status, message, code=error.code, headers=headers)

@@ -14,22 +14,17 @@ class Ledger:
     """Bytes that are held for clients."""
 
     def __init__(self, most: int, what: str) -> None:
-        self.most, self.used, self._what = most, 0, what
+        self.most, self.used, self.what = most, 0, what
 
     @property
     def is_tight(self) -> bool:
         return 2 * self.used > self.most
 
-    def hold(self) -> Hold:
-        """An entry for one request."""
-        return Hold(self)
-
-    def take(self, amount: int, *, is_small: bool = True) -> None:
-        """Count some more; ApiError if there is no room. What is not small leaves a quarter for what is."""
-        if self.used + amount > (self.most if is_small else self.most * 3 // 4):
-            message = f"The server holds {self._what} of {self.used:,} bytes for others; its limit is {self.most:,}."
-            raise ApiError(503, f"{message} Try again.", code="memory_full", headers={"Retry-After": "1"})
-        self.used += amount
+    def hold(self, amount: int = 0) -> Hold:
+        """An entry for one request; ApiError if there is no room."""
+        hold = Hold(self)
+        hold.add(amount)
+        return hold
 
 
 class Hold:
@@ -38,16 +33,21 @@ class Hold:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self._held = ledger, 0
 
-    def add(self, amount: int) -> None:
-        """Hold more; ApiError if there is no room."""
-        self.ledger.take(amount)
+    def add(self, amount: int, *, is_small: bool = True) -> None:
+        """Hold more; ApiError if there is no room. What is not small leaves a quarter for what is."""
+        ledger = self.ledger
+        if ledger.used + amount > (ledger.most if is_small else ledger.most * 3 // 4):
+            message = (
+                f"The server holds {ledger.what} of {ledger.used:,} bytes for others; its limit is {ledger.most:,}."
+            )
+            raise ApiError(503, f"{message} Try again.", code="memory_full", headers={"Retry-After": "1"})
+        ledger.used += amount
         self._held += amount
 
     def add_part(self, part: bytes) -> None:
-        """Hold a piece of a body; ApiError if there is no room."""
+        """Hold a piece of a body."""
         amount = len(part) + _PART_OVERHEAD
-        self.ledger.take(amount, is_small=self._held + amount <= _SMALL_BODY)
-        self._held += amount
+        self.add(amount, is_small=self._held + amount <= _SMALL_BODY)
 
     def release(self) -> None:
         self.ledger.used -= self._held

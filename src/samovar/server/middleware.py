@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError
 from .settings import ServerConfig
-from .traces import ACCOUNT, Traces
+from .traces import ACCOUNT, send_span
 
 OPEN_PATHS = ("/live", "/health", "/ready", "/")
 """No key is needed for probes, and for the page, which asks for the key itself."""
@@ -40,7 +40,6 @@ class Middleware:
         self._app, self._config, self._count = app, config, count
         self._digest = None if config.api_key is None else _digest(config.api_key)
         self._hosts = config.known_hosts()
-        self._traces = Traces()
         self._inner: ASGIApp = self._check_key
         if config.cors_origins:  # Around the key check, so that an allowed page can read why it was refused.
             self._inner = CORSMiddleware(
@@ -57,7 +56,6 @@ class Middleware:
             return
         started, status, request_id = time.perf_counter(), 499, uuid.uuid4().hex
         headers = Headers(scope=scope)
-        span = self._traces.start(scope["method"][:10], headers)
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
@@ -79,7 +77,7 @@ class Middleware:
             self._count(scope["method"], route, status, seconds)
             # The raw path in ASCII, without its query, where a careless client may have put the key.
             path = scope.get("raw_path", b"").decode("ascii", "replace")[:200]
-            self._traces.end(span, f"{scope['method'][:10]} {route}", status, request_id, scope)
+            send_span(scope, route, status, request_id, seconds)
             fields = {"method": scope["method"][:10], "path": path, "status": status, "seconds": round(seconds, 4),
                       "request_id": request_id, **scope.get(ACCOUNT, {})}  # fmt: skip
             text = "%s %s %s %.0f ms %s"

@@ -3,70 +3,58 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
-from typing import Any, TypeVar
+import contextlib
+import re
+from collections.abc import Awaitable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import starlette.requests
 from PIL.Image import Image
 from starlette.requests import ClientDisconnect
 
-from ..core.errors import SamovarError
+from ..core.errors import SettingError
 from ..engine import Job, Request
-from .decode_worker import IMAGE, JSON, reference_of
-from .errors import ApiError
+from .decode import IMAGE, JSON, Task, reference_of
+from .errors import ApiError, api_error, refusal
 from .memory import Hold
-from .options import check_options
-from .output_size import USUAL_PIXELS, OutputSize, check_output_size, output_size
-from .schemas import Body, RequestBody, field_names, read_body, read_texts
-from .settings import BYTES_PER_PIXEL
+from .output_size import OutputSize, output_size
+from .schemas import Body, read_body
 from .state import AppState
 
 FORM = "multipart/form-data"
-_USUAL_SECONDS, _BYTES_PER_SAMPLE = 60, 16
-"""Of a sound that does not say how long it is; and of two channels, in memory and on their way."""
+_OTHER_CHARSET = re.compile(r'charset=(?!"?utf-?8\b)')
 _STALL_S = 1.0
 """How long a sender may pause while memory is short."""
 HttpRequest = starlette.requests.Request
 Answer = TypeVar("Answer")
+Images = dict[str, list[Image]]
+"""By what they are."""
 
 
-async def read_request(
-    state: AppState,
-    http: HttpRequest,
-    kind: type[Body],
-    *,
-    types: tuple[str, ...],
-    files: Mapping[str, str] | None = None,
-) -> tuple[Body, Request]:
-    """Receive and check a request: its fields, and what they ask of the engine. Its files have these names, and are
-    these inputs."""
-    limits, is_form, names = state.config.limits, check_type(http, *types) == FORM, tuple(files or ())
-    found: dict[str, list[Image]] = {}
-    with state.bodies.hold() as hold:
-        most = limits.max_upload_bytes if is_form or names else limits.max_json_bytes
-        parts = await receive_body(http, most, hold)
-        kind_of_body = http.headers["content-type"] if is_form else JSON
-        values, images = await unless_gone(http, state.decode_pool.read(kind_of_body, parts, names))
-        for name in [name for name in values if name.partition("[")[0] in names]:
-            field = name.partition("[")[0]
-            if field in images:
-                raise ApiError(400, f"The field {field!r} is given twice.", param=field, code="invalid_form")
-            content = await unless_gone(http, state.fetcher.fetch(field, reference_of(name, values.pop(name))))
-            hold.add(len(content))
-            images |= (await unless_gone(http, state.decode_pool.read(IMAGE, [content], (field,))))[1]
-        for name, several in images.items():
-            found.setdefault((files or {})[name], []).extend(several)
-    body = read_values(state, kind, values, is_form=is_form)
+@dataclass(frozen=True)
+class ClientRequest(Generic[Body]):
+    """What a client asks for: its fields, the request for the engine that they are, and how much that makes."""
+
+    state: AppState
+    body: Body
+    request: Request
+    size: OutputSize
+
+    def submit(self, deadline_s: float | None) -> Job:
+        """Put it into the engine's queue."""
+        return self.state.omni.submit(self.request, priority=self.body.priority or 0, deadline_s=deadline_s)
+
+
+def client_request(state: AppState, kind: type[Body], values: Mapping[str, Any], images: Images) -> ClientRequest[Body]:
+    """A request from the values of its fields. What the model does not take, or is above the limits, is refused before
+    anything is allocated."""
+    facts, several = state.omni.facts, images.get("image", [])
+    body = read_body(state.schema(kind), values, facts)
+    body.check()
     state.check_model(body.model)
-    state.check_open()
-    return body, engine_request(state, body, found)
-
-
-def engine_request(state: AppState, body: RequestBody, images: Mapping[str, list[Image]]) -> Request:
-    """What the fields of a request ask of the engine, with its images by what they are."""
-    several = images.get("image", [])
-    try:
-        return Request(
+    with _in_words_of(body):
+        request = Request(
             body.prompt,
             body.params(),
             several[0] if len(several) == 1 else several or None,
@@ -76,73 +64,59 @@ def engine_request(state: AppState, body: RequestBody, images: Mapping[str, list
             tolerance=state.tolerance_of(body.tolerance, body.quality),
             inputs={name: each[0] for name, each in images.items() if name != "image"},
         )
-    except SamovarError as error:
-        raise state.api_error(error) from error
-
-
-def read_values(state: AppState, kind: type[Body], values: Mapping[str, Any], *, is_form: bool = False) -> Body:
-    """A body, whose other fields are arguments of the pipeline."""
-    limits, fields = state.config.limits, field_names(kind)
-    if values.keys() - fields:
-        state.check_open()  # Nobody knows before the model is loaded.
-    options = {name: state.options[name] for name in state.options.keys() - fields} if state.is_loaded else {}
-    closed = state.omni.facts.takes - {"prompt"} if state.is_loaded else ()
-    body = read_body(kind, read_texts(kind, values, options) if is_form else values, limits, options, closed)
-    if body.options:
-        check_options(body.options, state.omni.facts, limits)
-    return body
-
-
-def check_request(state: AppState, body: RequestBody, request: Request) -> OutputSize:
-    """Refuse what the model does not take, and what is above the limits, before anything is allocated."""
-    facts = state.omni.facts
-    if not body.prompt.strip() and facts.takes_prompt:
-        raise ApiError(400, "prompt is missing.", param="prompt", code="missing_required_parameter")
-    try:
         facts.check(request)
-        size = output_size(facts, request)
-        check_output_size(size, facts, state.config.limits)
-    except SamovarError as error:
-        refusal = state.api_error(error)
-        refusal.param = body.wire_names.get(refusal.param or "", refusal.param)
-        raise refusal from error
-    return size
+        size = output_size(facts, request, state.config.limits)
+    body.check_sides(size.width, size.height)
+    if size.num_bytes > state.images.most:
+        message = (
+            f"The {facts.output} would take {size.num_bytes:,} bytes of memory; the limit is {state.images.most:,}"
+        )
+        param = "n" if facts.output.kind == "image" else "size"
+        raise refusal(param, f"{message} (--max-memory). Ask for less.", "size_above_limit")
+    return ClientRequest(state, body, request, size)
 
 
-def memory_of(state: AppState, request: Request) -> int:
-    """What a request takes in this process at most: what was sent, what is made, and previews; ApiError if too much."""
-    facts, most = state.omni.facts, state.images.most
+@contextlib.contextmanager
+def _in_words_of(body: Any) -> Iterator[None]:
+    """Refuse by the names that parameters have in this kind of request."""
     try:
-        size = output_size(facts, request)
-    except SamovarError as error:
-        raise state.api_error(error) from error
-    given = [image.width * image.height for image in request.images]
-    sent: int = sum(given) + sum(image.width * image.height for image in request.inputs.values())
-    frame = size.width * size.height or max(given, default=0)
-    count = request.params.over(facts.defaults).num_outputs_per_prompt or 1
-    amount = BYTES_PER_PIXEL * (sent + count * (frame or USUAL_PIXELS) * (size.frames + request.num_previews))
-    if facts.output.kind == "audio":
-        amount = int((size.seconds or _USUAL_SECONDS) * (facts.output.rate or 1)) * _BYTES_PER_SAMPLE
-    if amount > most:
-        what = {"image": "images and previews take", "video": "video takes"}.get(facts.output.kind, "sound takes")
-        message = f"The {what} {amount:,} bytes of memory; the limit is {most:,} (--max-memory). Ask for less."
-        raise ApiError(400, message, param="n" if facts.output.kind == "image" else "size", code="size_above_limit")
-    return amount
+        yield
+    except SettingError as error:
+        refused = api_error(error)
+        refused.param = body.wire_names.get(refused.param or "", refused.param)
+        raise refused from error
 
 
-def submit(state: AppState, body: RequestBody, request: Request, deadline_s: float | None) -> Job:
-    """Put a request into the engine's queue."""
-    try:
-        return state.omni.submit(request, priority=body.priority or 0, deadline_s=deadline_s)
-    except SamovarError as error:
-        raise state.api_error(error) from error
+async def read_values(
+    state: AppState, http: HttpRequest, kind: str, files: Mapping[str, str]
+) -> tuple[dict[str, Any], Images]:
+    """Receive a body: the values of its fields, those of a form as text, and its images. Its files have these names,
+    and are these inputs."""
+    limits, found = state.config.limits, Images()
+    task = Task(http.headers["content-type"] if kind == FORM else JSON, limits.max_pixels, limits.max_prompt_characters,
+                limits.max_body_s, tuple(files))  # fmt: skip
+    with state.bodies.hold() as hold:
+        parts = await receive_body(http, limits.max_upload_bytes if files else limits.max_json_bytes, hold)
+        values, images = await unless_gone(http, state.decode_pool.read(task, parts))
+        for name in [name for name in values if name.partition("[")[0] in files]:
+            field = name.partition("[")[0]
+            if field in dict(images):
+                raise refusal(field, f"The field {field!r} is given twice.", "invalid_form")
+            content = await unless_gone(http, state.fetcher.fetch(field, reference_of(name, values.pop(name))))
+            hold.add(len(content))
+            task = task._replace(content_type=IMAGE, files=(field,))
+            images += (await unless_gone(http, state.decode_pool.read(task, [content])))[1]
+    for name, image in images:
+        found.setdefault(files[name], []).append(image)
+    return values, found
 
 
 def check_type(http: HttpRequest, *expected: str) -> str:
     """The kind of a body; others are refused. A page of another site could send some kinds without a preflight."""
-    kind = http.headers.get("content-type", "").split(";")[0].strip().lower()
-    if kind not in expected:
-        message = f"Content-Type must be {' or '.join(expected)}, not {kind[:80]!r}."
+    header = http.headers.get("content-type", "").lower()
+    kind = header.partition(";")[0].strip()
+    if kind not in expected or _OTHER_CHARSET.search(header):
+        message = f"Content-Type must be {' or '.join(expected)} in UTF-8, not {header[:80]!r}."
         raise ApiError(415, message, code="unsupported_media_type")
     return kind
 
@@ -154,20 +128,19 @@ async def receive_body(http: HttpRequest, max_bytes: int, hold: Hold) -> list[by
     if announced.isdecimal() and int(announced) > max_bytes:
         raise too_large
     parts: list[bytes] = []
-    received = 0
-    while True:
+    received, is_more = 0, True
+    while is_more:
         message = await _next(http, hold)
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        part = message.get("body", b"")
+        part, is_more = message.get("body", b""), message.get("more_body", False)
         received += len(part)
         if received > max_bytes:
             raise too_large
         if part:
             hold.add_part(part)
             parts.append(part)
-        if not message.get("more_body", False):
-            return parts
+    return parts
 
 
 async def _next(http: HttpRequest, hold: Hold) -> Any:
@@ -184,8 +157,7 @@ async def _next(http: HttpRequest, hold: Hold) -> Any:
 
 async def unless_gone(http: HttpRequest, work: Awaitable[Answer]) -> Answer:
     """Wait for some work; ClientDisconnect if the client leaves first."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnect(http))
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(http))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

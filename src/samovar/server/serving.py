@@ -14,7 +14,7 @@ import uvicorn
 
 from ..core.errors import SettingError
 from .app import create_app
-from .connections import ACCEPTED_AT_ONCE, Door, available_connections
+from .connections import ACCEPTED_AT_ONCE, Connection, available_connections, sweep
 from .state import AppState
 
 _FLUSH_S = 5
@@ -24,30 +24,34 @@ _BACKLOG = 512
 _MAX_HEADER_BYTES = 2**14
 
 
-async def serve(state: AppState, on_listening: Callable[[str], None], on_ready: Callable[[str], None]) -> int:
-    """Serve until a signal comes, and return the exit code. The callbacks get the address: when it answers, and when
-    images can be made."""
-    listener = _bind(state.config.host, state.config.port)
-    host, port = _advertised(state.config.host), listener.getsockname()[1]
+async def serve(state: AppState, on_listening: Callable[[str], None], on_ready: Callable[[str], None]) -> None:
+    """Serve until a signal comes. The callbacks get the address: when it answers, and when images can be made."""
+    config = state.config
+    listener = _bind(config.host, config.port, config.request_timeout_s)
+    host, port = _advertised(config.host), listener.getsockname()[1]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     server = _Server(state)
     stop = asyncio.Event()
     answering = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        with _first_signal(stop):
+    with _first_signal(stop):
+        try:
             on_listening(address)
-            if await _load(state, stop):
+            loading = asyncio.create_task(_load(state))
+            if await _ended_before(loading, stop):
+                loading.result()
                 on_ready(address)
                 _freeze_libraries()
                 await _ended_before(answering, stop)
-            state.drain()
-            # What waits is refused, and what runs may finish.
+            loading.cancel()
+        finally:
             await state.close()
-            return 0
-    finally:
-        state.decode_pool.close()
-        server.should_exit = True
-        await answering
+            server.should_exit = True
+            await answering
+
+
+async def _load(state: AppState) -> None:
+    await state.omni.start()
+    state.open()
 
 
 def _freeze_libraries() -> None:
@@ -57,22 +61,6 @@ def _freeze_libraries() -> None:
     # Old objects are searched again when a quarter of them is new, compared with the last count. That one included the
     # libraries, so closed connections, which are cycles, would stay for days.
     gc.collect()
-
-
-async def _load(state: AppState, stop: asyncio.Event) -> bool:
-    """Start the engine; False if the server should stop before it is ready."""
-    loading = asyncio.ensure_future(state.omni.start())
-    if not await _ended_before(loading, stop):
-        loading.add_done_callback(lambda task: task.cancelled() or task.exception())  # Nobody asks how it ended.
-        loading.cancel()
-        return False
-    try:
-        loading.result()
-        state.open()
-    except BaseException:
-        await state.omni.close()
-        raise
-    return True
 
 
 async def _ended_before(work: asyncio.Future[Any], event: asyncio.Event) -> bool:
@@ -108,18 +96,18 @@ class _Server(uvicorn.Server):
     """uvicorn without its signal handling, which would drop the queue without a response."""
 
     def __init__(self, state: AppState) -> None:
-        config = state.config
-        self._door = Door(available_connections(config.max_connections), config.request_timeout_s)
+        most = available_connections(state.config.max_connections)
+        self._timeout_s = state.config.request_timeout_s
         settings = uvicorn.Config(
-            self._door.watching(create_app(state)),
-            http=self._door,  # type: ignore[arg-type]
+            create_app(state),
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             backlog=ACCEPTED_AT_ONCE,
             server_header=False,
-            limit_concurrency=config.max_connections + ACCEPTED_AT_ONCE,
+            limit_concurrency=most + ACCEPTED_AT_ONCE,
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
             timeout_graceful_shutdown=_FLUSH_S,
         )
@@ -127,7 +115,7 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second."""
-        self._door.sweep()
+        sweep(self.server_state.connections, self._timeout_s)
         return await super().on_tick(counter)
 
     @contextlib.contextmanager
@@ -149,8 +137,9 @@ def _advertised(host: str) -> str:
     return host
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """A listening socket, before the model is loaded: a port that is taken should fail at once."""
+def _bind(host: str, port: int, timeout_s: float) -> socket.socket:
+    """A listening socket, before the model is loaded: a port that is taken should fail at once. What it accepts has its
+    options."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -160,4 +149,6 @@ def _bind(host: str, port: int) -> socket.socket:
     # Otherwise the end of a response waits 40 ms for an acknowledgement. asyncio sets this only on sockets that were
     # made with the protocol's number.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # On Linux the system closes the connections of clients that read nothing.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * timeout_s))
     return listener

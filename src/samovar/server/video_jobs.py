@@ -1,6 +1,6 @@
 """Makes the videos that were asked for, one more at a time than there are workers: one is encoded meanwhile.
 
-A job is in its folder before the client hears of it, and is made from there: by this server, or by the next one if this
+A job is in its folder before its client hears of it, and is made from there: by this server, or by the next one if this
 one ends. It ends as completed or failed, or is deleted.
 """
 
@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
+import math
 import random
 import shutil
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 from pydantic_core import to_json
 
-from ..core.errors import SamovarError
+from ..core.errors import QueueFullError, QueueTimeoutError, SamovarError, ShuttingDownError, WorkerLostError
 from ..core.settings import parse_bytes
-from ..engine import Done, Failed, GenerationResult, Job, Preview, Progress, Request, Started
+from ..engine import Done, Failed, GenerationResult, Job, Preview, Progress, Started
 from ..media import Video, check_suffix, encode, spritesheet, thumbnail, webp
-from .errors import ApiError
+from .errors import ApiError, api_error
 from .job_store import JobStore, VideoJob
-from .request import check_request, engine_request, memory_of, read_values, submit
+from .request import ClientRequest, client_request
 from .respond import details_of
 from .schemas import VideoBody
 from .settings import BYTES_PER_PIXEL
@@ -41,294 +43,273 @@ _MAX_ATTEMPTS = 3
 """How often a job is begun, if servers or workers end while they make it."""
 _DISK_BYTES_PER_PIXEL = 1.5
 """Of a file at most: as many as in uncompressed video."""
-_SWEEP_S = 30.0
-_PAUSE_S = 0.5
-"""Until another try, when there is no room or no worker."""
-_FULL_PAUSE_S = 5.0
-"""Until another try, when the disk is full."""
-MAX_PAGE_BYTES = 2**20
+_TICK_S, _TICKS_TO_TIDY = 0.5, 60
+_PAUSE_S, _FULL_PAUSE_S = 0.5, 5.0
+"""Until another try, when there is no room or no worker; and when the disk is full."""
+_TOO_LATE = "The video was not begun before its deadline. Allow more time, or try again later."
 _AGAIN = ("worker_restarted", "queue_full", "engine_down", "memory_full")
-VARIANTS = {"video": ("video.mp4", "video/mp4"), "thumbnail": ("thumbnail.webp", "image/webp"),
-            "spritesheet": ("spritesheet.jpg", "image/jpeg")}  # fmt: skip
-
-T = TypeVar("T")
+FILES = {"video": ("video.mp4", "video/mp4"), "thumbnail": ("thumbnail.webp", "image/webp"),
+         "spritesheet": ("spritesheet.jpg", "image/jpeg")}  # fmt: skip
+"""By variant: the name, and the type."""
 
 log = logging.getLogger("samovar.server")
+
+
+@dataclass(eq=False)
+class Making:
+    """A job that waits or is made."""
+
+    job: VideoJob
+    turn: tuple[float, int]
+    """The lowest is next: the highest priority, then whoever waits for longest."""
+    running: Job | None = None
+    preview: bytes | None = None
+
+    @property
+    def left_s(self) -> float:
+        """What is left of the time in which it must begin."""
+        return math.inf if self.job.begin_by is None else self.job.begin_by - time.time()
 
 
 class VideoJobs:
     """The jobs of a server, from its start to its end."""
 
     def __init__(self, state: AppState) -> None:
-        self._state = state
-        self._most_bytes = parse_bytes(state.config.max_job_disk, "max_job_disk") or 0
-        self._changed, self._creating = asyncio.Event(), asyncio.Lock()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._running: dict[str, Job] = {}
-        self._thread = ThreadPoolExecutor(1, "samovar jobs")
-        """Where the store is used: a disk may be slow."""
-        self.progress: dict[str, int] = {}
-        """In percent, of the jobs that run."""
-        self.previews: dict[str, bytes] = {}
-
-    def open(self) -> None:
         """Take up what the last server left."""
         check_suffix("video.mp4", "video")
-        self.store = JobStore(self._state.config.jobs_folder(self._state.model_name))
-        for job in self.store.begun(self._state.model_name):
-            job.status = "queued"
-            if job.attempts >= _MAX_ATTEMPTS:
-                message = f"The server ended {job.attempts} times while it made this video."
-                self._set_failed(job, ApiError(500, message, code="worker_restarted"))
-            self.store.save(job)
-        self._turning = asyncio.create_task(self._turn())
+        self._state = state
+        self._max_bytes = parse_bytes(state.config.max_job_disk, "max_job_disk") or 0
+        self.store = JobStore(state.config.jobs_folder(state.model_name))
+        self._thread = ThreadPoolExecutor(1, "samovar jobs")
+        """Where the store is used: a disk may be slow."""
+        self._numbers = itertools.count()
+        self._queue = asyncio.PriorityQueue[tuple[float, int, Making | None]]()
+        self.makings: dict[str, Making] = {}
+        is_unfinished = "model = ? AND status IN ('queued', 'in_progress') ORDER BY number"
+        for job in self.store.find(is_unfinished, state.model_name):
+            job.status, job.progress = "queued", 0
+            self._begin(job)
+        self._makers = [asyncio.create_task(self._make_all()) for _ in range(_AT_ONCE + state.omni.config.num_replicas)]
+        self._ticking = asyncio.create_task(self._tick())
 
     async def close(self) -> None:
-        """Store what was made. The engine has ended, so nothing runs any more."""
-        self._turning.cancel()
-        await asyncio.gather(self._turning, *self._tasks.values(), return_exceptions=True)
-        await self._in_store(JobStore.retry)
-        await self._in_store(JobStore.close)
+        """Let what was made be stored. The engine has ended, so nothing runs any more."""
+        for _ in self._makers:
+            self._queue.put_nowait((-math.inf, next(self._numbers), None))
+        await asyncio.gather(*self._makers)
+        self._ticking.cancel()
         self._thread.shutdown()
+        self.store.close()
 
-    async def _in_store(self, do: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, do, self.store, *args)
+    async def _in_thread(self, do: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, do, *args)
 
-    async def create(self, body: VideoBody, request: Request, remixed_from: str | None = None) -> VideoJob:
-        """Keep a request; ApiError if it cannot be served or kept."""
-        if self._state.phase == "draining":
-            raise ApiError(503, "The server is shutting down.", code="shutting_down", headers={"Retry-After": "5"})
-        size = check_request(self._state, body, request)
-        memory_of(self._state, request)
-        files = {f"{name}.png": image for name, image in request.inputs.items()}
-        files |= {f"image-{number}.png": image for number, image in enumerate(request.images)}
-        sent = sum(image.width * image.height for image in files.values())
-        job = VideoJob(
-            self._state.model_name,
-            {"seed": random.randrange(2**32), **body.values()},
-            f"{size.width}x{size.height}" if size.width else "auto",
-            size.seconds or 0.0,
-            int(_DISK_BYTES_PER_PIXEL * size.pixels) + 4 * sent,
-            remixed_from=remixed_from,
+    def _make_room(self, num_bytes: int) -> None:
+        """Let failed jobs go for a new one, the oldest first; ApiError if that is not enough."""
+        store, max_jobs = self.store, self._state.config.max_jobs
+        store.delete("expires_at <= ?", time.time())
+        while True:
+            free, (count, used) = shutil.disk_usage(store.folder).free, store.usage()
+            if num_bytes <= free and count < max_jobs and used + num_bytes <= self._max_bytes:
+                return
+            if not store.delete("id = (SELECT id FROM jobs WHERE status = 'failed' ORDER BY expires_at LIMIT 1)"):
+                break
+        message = (
+            f"This video may take {num_bytes:,} bytes on disk, where {free:,} are free, and others take {used:,} of "
+            f"{self._max_bytes:,} (--max-job-disk); {count:,} of at most {max_jobs:,} are kept (--max-jobs). Delete "
+            "some videos, wait until they expire, or ask for less."
         )
-        with self._state.images.hold() as hold:
-            hold.add(BYTES_PER_PIXEL * sent)
-            async with self._creating:  # One at a time, or many could find the same room.
-                await self._in_store(self._make_room, job.num_bytes)
-                if files:
-                    await self._write(job.id, await asyncio.to_thread(_as_png, files))
-                try:
-                    await self._in_store(JobStore.add, job)
-                except (OSError, sqlite3.Error) as error:
-                    raise self._full_disk(job.id, error) from error
-        self._changed.set()
+        raise ApiError(507, message, code="disk_full", headers={"x-should-retry": "false"})
+
+    async def create(self, wanted: ClientRequest[VideoBody], remixed_from: str | None = None) -> VideoJob:
+        """Keep a request; an error if it cannot be served or kept."""
+        body, request, size, most = wanted.body, wanted.request, wanted.size, self._state.omni.config.max_queue
+        if self._state.phase == "draining":
+            raise ShuttingDownError("The server is shutting down.")
+        if sum(making.job.status == "queued" for making in self.makings.values()) >= most:
+            raise QueueFullError(f"{most} videos are already waiting (--max-queue). Try again later.", 5.0)
+        images = {f"{name}.png": image for name, image in request.inputs.items()}
+        images |= {f"image-{number}.png": image for number, image in enumerate(request.images)}
+        sent = sum(image.width * image.height for image in images.values())
+        values = body.model_dump(exclude_none=True, exclude={"prompt", "user"})
+        job = VideoJob(
+            model=self._state.model_name,
+            size=f"{size.width}x{size.height}" if size.width else "auto",
+            seconds=f"{size.seconds or 0.0:g}",
+            prompt=body.prompt,
+            remixed_from_video_id=remixed_from,
+            samovar={"request": {"seed": random.randrange(2**32)} | values},
+            num_bytes=int(_DISK_BYTES_PER_PIXEL * size.pixels) + 4 * sent,
+            begin_by=None if body.deadline is None else time.time() + body.deadline,
+        )
+
+        def keep() -> None:
+            self._make_room(job.num_bytes)
+            self.store.write(job.id, {name: encode(image, ".png") for name, image in images.items()})
+            self.store.save(job)
+
+        with self._state.images.hold(BYTES_PER_PIXEL * sent):
+            try:
+                await self._in_thread(keep)
+            except (OSError, sqlite3.OperationalError) as error:
+                shutil.rmtree(self.store.file(job.id), ignore_errors=True)
+                raise _full_disk(error) from error
+        self._begin(job)
         return job
 
-    def _make_room(self, store: JobStore, num_bytes: int) -> None:
-        """Let failed jobs go for a new one, the oldest first; ApiError if that is not enough."""
-        config = self._state.config
-        most = self._state.omni.config.max_queue
-        if store.num_waiting(self._state.model_name) >= most:
-            message = f"{most} videos are already waiting (--max-queue). Try again later."
-            raise ApiError(429, message, code="queue_full", headers={"Retry-After": "5"})
-        store.remove_expired()
-        while len(store) >= config.max_jobs or store.used_bytes + num_bytes > self._most_bytes:
-            if not store.remove_oldest_failure():
-                break
-        remedy = "Delete some videos, wait until they expire, or ask for less."
-        if len(store) >= config.max_jobs:
-            message = f"{len(store):,} videos are kept, of at most {config.max_jobs:,} (--max-jobs)."
-            raise ApiError(507, f"{message} {remedy}", code="disk_full", headers={"x-should-retry": "false"})
-        free = shutil.disk_usage(store.folder).free
-        if store.used_bytes + num_bytes > self._most_bytes or num_bytes > free:
-            is_ours = store.used_bytes + num_bytes > self._most_bytes
-            limit = f"{self._most_bytes:,} (--max-job-disk)" if is_ours else f"{free:,} free"
-            message = f"This video may take {num_bytes:,} bytes on disk, where others take {store.used_bytes:,} of"
-            raise ApiError(507, f"{message} {limit}. {remedy}", code="disk_full", headers={"x-should-retry": "false"})
-
-    async def _write(self, id: str, files: dict[str, bytes]) -> int:
-        try:
-            return await asyncio.to_thread(self.store.write, id, files)
-        except OSError as error:
-            raise self._full_disk(id, error) from error
-
-    def _full_disk(self, id: str, error: Exception) -> ApiError:
-        shutil.rmtree(self.store.file(id, ""), ignore_errors=True)
-        return ApiError(507, f"The video cannot be kept: {getattr(error, 'strerror', error)}.", code="disk_full")
+    def live(self, job: VideoJob) -> VideoJob:
+        """A job as it is now; the database is behind where the disk is full."""
+        return self.makings[job.id].job if job.id in self.makings else job
 
     async def find(self, id: str, param: str = "id") -> VideoJob:
-        job: VideoJob | None = await self._in_store(JobStore.get, id)
-        return _there(job, id, param)
+        """A job that has not expired."""
+        is_wanted = "id = ? AND (expires_at IS NULL OR expires_at > ?)"
+        if not (found := await self._in_thread(self.store.find, is_wanted, id, time.time())):
+            raise _unknown(id, param)
+        return self.live(found[0])
 
     async def page(self, after: str | None, limit: int, order: str) -> tuple[list[VideoJob], bool]:
         """Some jobs by age, of `MAX_PAGE_BYTES` together or a single one, and whether there are more."""
-        return await self._in_store(JobStore.page, after, limit, order, MAX_PAGE_BYTES)
+        found, has_more = await self._in_thread(self.store.page, after, limit, order)
+        return [self.live(job) for job in found], has_more
 
     async def delete(self, id: str) -> None:
         """Forget a job. If it runs, the worker stops at its next step."""
-        was_there: bool = await self._in_store(JobStore.remove, id)
-        _there(was_there or None, id)
-        if id in self._running:
-            self._running[id].cancel()
-        elif id in self._tasks:
-            self._tasks[id].cancel()
+        try:
+            if not await self._in_thread(self.store.delete, "id = ?", id):
+                raise _unknown(id)
+        except sqlite3.OperationalError as error:
+            raise _full_disk(error) from error
+        making = self.makings.pop(id, None)
+        if making is not None and making.running is not None:
+            making.running.cancel()
 
-    def load(self, job: VideoJob) -> tuple[VideoBody, Request]:
-        """The request of a job, from its folder. Slow: use a thread."""
+    def load(self, job: VideoJob, prompt: str | None = None) -> ClientRequest[VideoBody]:
+        """The request of a job, from its folder, or the same for another prompt. Slow: use a thread."""
         images: dict[str, list[Image.Image]] = {}
-        for file in sorted(self.store.file(job.id, "").glob("*.png"), key=lambda file: (len(file.name), file.name)):
+        for file in sorted(self.store.file(job.id).glob("*.png"), key=lambda file: (len(file.name), file.name)):
             with Image.open(file) as image:
                 image.load()
                 images.setdefault(file.stem.partition("-")[0], []).append(image)
-        body = read_values(self._state, VideoBody, job.values)
-        return body, engine_request(self._state, body, images)
+        values = {**job.samovar["request"], "prompt": job.prompt if prompt is None else prompt}
+        return client_request(self._state, VideoBody, values, images)
 
     # ------------------------------------------------------------------------------------------ making
 
-    async def _turn(self) -> None:
-        """Begin what waits, as soon as there is a place."""
-        while True:
-            self._changed.clear()
-            try:
-                pause_s = await self._begin_next()
-            except sqlite3.Error:
-                log.exception("the jobs cannot be read")
-                pause_s = _PAUSE_S
-                self._changed.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), pause_s)
+    def _begin(self, job: VideoJob) -> None:
+        making = Making(job, (-job.samovar["request"].get("priority", 0), next(self._numbers)))
+        self.makings[job.id] = making
+        self._queue.put_nowait((*making.turn, making))
 
-    async def _begin_next(self) -> float:
-        """Begin what waits, and return how long nothing else needs to be done."""
-        pause_s = _SWEEP_S if await self._in_store(JobStore.retry) else _FULL_PAUSE_S
-        await self._in_store(JobStore.remove_expired)
-        config = self._state.omni.config
-        places, busy = _AT_ONCE + config.num_replicas, set(self._tasks)
-        waiting = await self._in_store(JobStore.waiting, self._state.model_name, places + config.max_queue)
-        for job in waiting:
-            left_s = _left_s(job)
-            if job.id in busy:
-                continue
-            if left_s is not None and left_s <= 0:
-                message = "The video was not begun before its deadline. Allow more time, or try again later."
-                await self._fail(job, ApiError(503, message, code="queue_timeout"))
-            elif len(self._tasks) < places and self._state.phase == "serving":
-                if shutil.disk_usage(self.store.folder).free < job.num_bytes:
-                    return _FULL_PAUSE_S  # It would be made in vain.
-                self._tasks[job.id] = asyncio.create_task(self._make(job))
-            else:
-                pause_s = min(pause_s, left_s or pause_s)
-        return pause_s
+    async def _tick(self) -> None:
+        """Give up what has waited for too long, and from time to time what has expired."""
+        for tick in itertools.count():
+            await asyncio.sleep(_TICK_S)
+            for making in list(self.makings.values()):
+                if making.running is None and making.left_s < 0:
+                    await self._end(making, QueueTimeoutError(_TOO_LATE))
+            if tick % _TICKS_TO_TIDY == 0:
+                with contextlib.suppress(sqlite3.OperationalError):  # A full disk.
+                    await self._in_thread(self.store.delete, "expires_at <= ?", time.time())
 
-    async def _make(self, job: VideoJob) -> None:
+    async def _make_all(self) -> None:
+        """Make what is next, again and again."""
+        while (making := (await self._queue.get())[-1]) is not None:
+            if making.job.id in self.makings and self._state.phase != "draining":
+                task = asyncio.create_task(self._make(making))
+                await asyncio.wait([task])
+                if (error := task.exception()) is not None:
+                    await self._give_up(making, error)
+
+    async def _make(self, making: Making) -> None:
+        job = making.job
+        if job.attempts >= _MAX_ATTEMPTS:
+            raise WorkerLostError(f"The server ended {job.attempts} times while it made this video.")
+        if shutil.disk_usage(self.store.folder).free < job.num_bytes:  # It would be made in vain.
+            raise ApiError(503, "The disk is full.", code="memory_full")
+        wanted = await asyncio.to_thread(self.load, job)  # The model and the limits may be others now.
+        with self._state.images.hold(wanted.size.num_bytes):
+            if (left_s := making.left_s) <= 0:
+                raise QueueTimeoutError(_TOO_LATE)
+            making.running = wanted.submit(None if left_s == math.inf else left_s)
+            async for event in making.running:
+                if isinstance(event, Started):
+                    job.status, job.attempts = "in_progress", job.attempts + 1
+                    with contextlib.suppress(sqlite3.OperationalError):  # A full disk: its end will be stored.
+                        await self._in_thread(self.store.save, job)
+                elif isinstance(event, Progress):
+                    job.progress = max(job.progress, min(99, 100 * event.step // event.num_steps))  # Of several passes.
+                elif isinstance(event, Preview):
+                    making.preview = await asyncio.to_thread(webp, event.image)
+                    job.samovar["has_preview"] = True
+                elif isinstance(event, Failed):
+                    raise event.error
+                elif isinstance(event, Done):
+                    await self._complete(making, event.result)
+                if job.id not in self.makings:  # It was deleted.
+                    making.running.cancel()
+
+    async def _complete(self, making: Making, result: GenerationResult) -> None:
+        job, (video,) = making.job, result.videos
         try:
-            body, request = await asyncio.to_thread(self.load, job)
-            check_request(self._state, body, request)  # The model or the limits may be others now.
-            async with self._room(memory_of(self._state, request)):
-                await self._run(job, body, request)
-        except ApiError as error:
-            await self._give_up(job, error)
-        except SamovarError as error:
-            await self._give_up(job, self._state.api_error(error))
-        except BaseException as error:
-            if isinstance(error, asyncio.CancelledError):
-                raise  # It was deleted before it ran.
-            log.exception("the video %s failed", job.id)
-            await self._fail(job, ApiError(500, "The server failed. Its log says why.", code="internal_error"))
-            if not isinstance(error, Exception):
-                raise
-        finally:
-            for kept in (self._tasks, self._running, self.progress, self.previews):
-                kept.pop(job.id, None)
-            self._changed.set()
-
-    async def _run(self, job: VideoJob, body: VideoBody, request: Request) -> None:
-        left_s = _left_s(job)
-        running = submit(self._state, body, request, None if left_s is None else max(0.001, left_s))
-        self._running[job.id] = running
-        async for event in running:
-            if isinstance(event, Started):
-                job.status, job.attempts = "in_progress", job.attempts + 1
-                await self._in_store(JobStore.save, job)
-            elif isinstance(event, Progress):
-                done = min(99, 100 * event.step // event.num_steps)
-                self.progress[job.id] = max(done, self.progress.get(job.id, 0))  # There may be several passes.
-            elif isinstance(event, Preview):
-                self.previews[job.id] = await asyncio.to_thread(webp, event.image)
-            elif isinstance(event, Failed):
-                raise event.error
-            elif isinstance(event, Done):
-                await self._complete(job, event.result)
-
-    async def _complete(self, job: VideoJob, result: GenerationResult) -> None:
-        (video,) = result.videos
-        files = await asyncio.to_thread(_files_of, video)
-        job.num_bytes = await self._write(job.id, files)
-        job.status, job.size, job.seconds = "completed", f"{video.width}x{video.height}", video.seconds
-        details = details_of(result) | {"num_frames": len(video), "fps": video.fps}
-        job.details = json.loads(to_json(details, inf_nan_mode="null"))
-        self._end(job)
-        if not await self._in_store(JobStore.save, job):  # Deleted meanwhile.
-            await asyncio.to_thread(shutil.rmtree, self.store.file(job.id, ""), ignore_errors=True)
+            job.num_bytes = await asyncio.to_thread(self.store.write, job.id, await asyncio.to_thread(_files_of, video))
+        except OSError as error:
+            raise _full_disk(error) from error
+        job.status, job.progress, job.size = "completed", 100, f"{video.width}x{video.height}"
+        job.seconds = f"{video.seconds:g}"
+        details = details_of(result) | {"num_frames": len(video), "fps": video.fps, "has_preview": False}
+        job.samovar |= json.loads(to_json(details, inf_nan_mode="null"))
+        await self._end(making)
         log.info("video %s made in %.1f s", job.id, result.seconds, extra={"job": job.id, "generate_s": result.seconds})
 
-    def _end(self, job: VideoJob) -> None:
-        job.completed_at = time.time()
-        job.expires_at = job.completed_at + self._state.config.job_expiry_s
-
-    def _set_failed(self, job: VideoJob, error: ApiError) -> None:
-        job.status, job.error = "failed", {"code": error.code or "internal_error", "message": error.message}
-        job.num_bytes = 0
-        self._end(job)
-
-    async def _fail(self, job: VideoJob, error: ApiError) -> None:
-        self._set_failed(job, error)
-        await self._in_store(JobStore.save, job)
-        await asyncio.to_thread(shutil.rmtree, self.store.file(job.id, ""), ignore_errors=True)
-
-    async def _give_up(self, job: VideoJob, error: ApiError) -> None:
+    async def _give_up(self, making: Making, error: BaseException) -> None:
         """Let a job wait for another try if the server or the worker is to blame; else it has failed."""
-        is_ending = error.code == "shutting_down"
-        if is_ending or (error.code in _AGAIN and job.attempts < _MAX_ATTEMPTS):
-            job.attempts -= is_ending and job.status == "in_progress"
-            job.status = "queued"
-            await self._in_store(JobStore.save, job)
-            if not is_ending:
-                await asyncio.sleep(_PAUSE_S)
-        else:
-            await self._fail(job, error)
+        job = making.job
+        if not isinstance(error, SamovarError):
+            log.error("the video %s failed", job.id, exc_info=error)
+            error = ApiError(500, "The server failed. Its log says why.", code="internal_error")
+        code = api_error(error).code
+        if code != "shutting_down" and (code not in _AGAIN or job.attempts >= _MAX_ATTEMPTS):
+            await self._end(making, error)
+            return
+        job.attempts -= code == "shutting_down" and job.status == "in_progress"
+        job.status, job.progress, making.running = "queued", 0, None
+        with contextlib.suppress(sqlite3.OperationalError):
+            await self._in_thread(self.store.save, job)
+        await asyncio.sleep(_PAUSE_S)
+        self._queue.put_nowait((*making.turn, making))
 
-    @contextlib.asynccontextmanager
-    async def _room(self, amount: int) -> AsyncIterator[None]:
-        """Wait for memory, which others may need for a moment."""
-        with self._state.images.hold() as hold:
-            while True:
-                try:
-                    hold.add(amount)
-                    break
-                except ApiError:
-                    await asyncio.sleep(_PAUSE_S)
-            yield
-
-
-def _there(found: T | None, id: str, param: str = "id") -> T:
-    """What was found; ApiError if there is no such video."""
-    if found is None:
-        message = f"There is no video {id[:80]!r}. It may have expired."
-        raise ApiError(404, message, param=param, code="video_not_found")
-    return found
-
-
-def _left_s(job: VideoJob) -> float | None:
-    """What is left of its time to wait."""
-    return None if job.begin_by is None else job.begin_by - time.time()
-
-
-def _as_png(images: dict[str, Image.Image]) -> dict[str, bytes]:
-    return {name: encode(image, ".png") for name, image in images.items()}
+    async def _end(self, making: Making, error: SamovarError | None = None) -> None:
+        """Store how a job has ended, as soon as the disk has room."""
+        job = making.job
+        if error is not None:
+            refused = api_error(error)
+            job.status, job.num_bytes, job.error = "failed", 0, {"code": refused.code or "", "message": refused.message}
+        if error is not None or job.id not in self.makings:  # Or it was deleted while it was written.
+            await asyncio.to_thread(shutil.rmtree, self.store.file(job.id), ignore_errors=True)
+        job.completed_at = int(time.time())
+        job.expires_at = job.completed_at + int(self._state.config.job_expiry_s)
+        while job.id in self.makings:
+            try:
+                await self._in_thread(self.store.save, job)
+                self.makings.pop(job.id, None)
+            except sqlite3.OperationalError as full:
+                log.error("the end of %s cannot be stored, and is tried again: %s", job.id, full)
+                if self._state.phase == "draining":
+                    return
+                await asyncio.sleep(_FULL_PAUSE_S)
 
 
 def _files_of(video: Video) -> dict[str, bytes]:
-    contents: dict[str, Any] = {"video": encode(video, ".mp4"), "thumbnail": webp(thumbnail(video)),
-                                "spritesheet": encode(spritesheet(video), ".jpg")}  # fmt: skip
-    return {VARIANTS[name][0]: content for name, content in contents.items()}
+    contents = {"video": encode(video, ".mp4"), "thumbnail": webp(thumbnail(video)),
+                "spritesheet": encode(spritesheet(video), ".jpg")}  # fmt: skip
+    return {FILES[name][0]: content for name, content in contents.items()}
+
+
+def _unknown(id: str, param: str = "id") -> ApiError:
+    return ApiError(404, f"There is no video {id[:80]!r}. It may have expired.", param=param, code="video_not_found")
+
+
+def _full_disk(error: Exception) -> ApiError:
+    message = f"The disk is full: {getattr(error, 'strerror', error)}. Try again when there is room."
+    return ApiError(507, message, code="disk_full")
