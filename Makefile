@@ -110,7 +110,7 @@ diagrams: $(READY)
 	PYTHONPATH=src:. $(BIN)/python -m docs.generate.plots
 	PYTHONPATH=src:. $(BIN)/python -m docs.generate.tables
 
-# Every source file with the question that it answers.
+# Every source file with its purpose.
 tree: $(READY)
 	@PYTHONPATH=src:. $(BIN)/python -m docs.generate.code
 

@@ -1,4 +1,4 @@
-"""Does a model that is larger than the host's memory run from its own files, and at what the disk allows?
+"""A model that is larger than the host's memory, run from its own files.
 
     python benchmarks/disk.py --folder /scratch [--host-memory 16GiB] [--layers 60] [--json FILE]
 

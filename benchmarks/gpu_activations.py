@@ -1,4 +1,4 @@
-"""Is the memory that `plan` counts beside the weights what a forward takes on a GPU?
+"""The memory that `plan` counts beside the weights, compared with what a forward takes on a GPU.
 
     python benchmarks/gpu_activations.py --json benchmarks/results/gpu_activations.json
     python benchmarks/gpu_activations.py --only flux vae      # some of them

@@ -1,4 +1,4 @@
-"""How are a forward's time and memory on a GPU taken, in the benchmarks of offload?"""
+"""Time and memory of a forward on a GPU, for the benchmarks of offload."""
 
 from __future__ import annotations
 

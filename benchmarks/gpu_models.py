@@ -1,4 +1,4 @@
-"""Which models do the GPU benchmarks run, with what input, and how are time and memory taken?
+"""The models of the GPU benchmarks, their inputs, and how time and memory are taken.
 
 The transformers are of full size with random weights: what they draw means nothing, what they cost is what the
 published ones cost. Weights, latents and text come from seeded streams on the host, so that a model has the same bits

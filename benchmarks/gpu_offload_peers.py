@@ -1,4 +1,4 @@
-"""What do diffusers and accelerate take for the same, and what does a whole run cost in which models take turns?"""
+"""What diffusers and accelerate take for the same, and the cost of a whole run in which models take turns."""
 
 from __future__ import annotations
 

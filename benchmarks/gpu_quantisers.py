@@ -1,4 +1,4 @@
-"""How are the linear layers of a model's blocks quantised, by which library, for a benchmark?
+"""Quantised linear layers of a model's blocks, by each library, for benchmarks.
 
 Weights are quantised where they are, on the device, in seconds. What a kind needs is imported only for that kind.
 """

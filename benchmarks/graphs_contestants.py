@@ -1,4 +1,4 @@
-"""Who takes part in `gpu_graphs.py`, and with which settings?"""
+"""The contestants of `gpu_graphs.py`, with their settings."""
 
 from __future__ import annotations
 

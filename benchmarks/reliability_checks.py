@@ -1,4 +1,4 @@
-"""What happens when a process dies, hangs or is flooded, and when a client asks for what it must not have?"""
+"""What happens when a process dies, hangs or is flooded, and when a client asks for what it must not have."""
 
 from __future__ import annotations
 

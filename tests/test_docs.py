@@ -224,7 +224,7 @@ def test_every_room_is_in_contributing() -> None:
             assert f"`{entry.name}`" in text, f"{entry.name} is not among the rooms"
 
 
-def test_every_source_file_is_in_the_tree_with_a_question() -> None:
+def test_every_source_file_is_in_the_tree_with_its_purpose() -> None:
     tree = code.source_tree()
     for file in code.SOURCE.rglob("*.py"):
         if file.name not in ("__init__.py", "__main__.py"):

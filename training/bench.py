@@ -1,4 +1,4 @@
-"""How many pictures a second does each training mode reach on this GPU?
+"""Pictures a second of each training mode on this GPU.
 
     python -m training.bench
 

@@ -1,4 +1,4 @@
-"""Which words go with a picture, and which pictures are never shown with theirs?
+"""The words that go with a picture, and the pictures that are never shown with theirs.
 
 Pure and seeded: the same rows and seed give the same captions and the same held-out pairs.
 """

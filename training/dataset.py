@@ -1,4 +1,4 @@
-"""How are the emoji pictures and their words gathered from their npm packages?
+"""Gathers the emoji pictures and their words from their npm packages.
 
     python -m training.dataset --out data
 

@@ -1,4 +1,4 @@
-"""How good is an exported model?
+"""Evaluates an exported model.
 
     python -m training.evaluate --model out/model --data data --out out/evaluation
 
@@ -49,7 +49,7 @@ class Recall:
 
 @dataclass(frozen=True)
 class Obedience:
-    """Held-out pairs: is the style word obeyed, and is it the emoji?"""
+    """On held-out pairs, whether the style word is obeyed, and whether it is the emoji."""
 
     cases: int
     style: float

@@ -1,4 +1,4 @@
-"""How do trained weights become a pipeline folder that diffusers loads?
+"""Turns trained weights into a pipeline folder that diffusers loads.
 
     python -m training.export --weights out/emoji/weights --tokenizers tokenizers --out model
 

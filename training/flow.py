@@ -1,4 +1,4 @@
-"""How are the transformer and the text encoders trained?
+"""Trains the transformer and the text encoders.
 
 Rectified flow: between a picture's latents (time 0) and noise (time 1) the network learns the
 velocity noise - latents, given a caption. All pictures, captions and weights are on the device;

@@ -1,4 +1,4 @@
-"""How does a stage run until its budget or this call's time is spent, and go on next time?
+"""Runs a stage until its budget or this call's time is spent, and goes on next time.
 
 A stage says what a batch is, what its gradient is and how fast to learn; the loop does the rest
 in one of four modes, from the fastest to the one that always works.

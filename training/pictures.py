@@ -1,4 +1,4 @@
-"""Where do the training pictures live on disk, and how are they read without an image library?
+"""The training pictures on disk, read without an image library.
 
 One `.npz` holds uint8 pictures in xz-compressed chunks, so that the file is about as small as
 lossless WebP while a machine with nothing but numpy can read it, one thread a chunk.

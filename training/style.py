@@ -1,4 +1,4 @@
-"""In which style is a picture drawn?
+"""A judge of the style in which a picture is drawn.
 
 A judge that cannot see the layout. It is told how often each colour occurs (the palette) and how
 often each pair of slopes, over a short and over a longer way (edges, shading, flat areas), and

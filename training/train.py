@@ -1,4 +1,4 @@
-"""How is the model trained, in one call or several?
+"""Trains the model, in one call or several.
 
     python -m training.train --data data --tokenizers tokenizers --out out/emoji --minutes 9
 

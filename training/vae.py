@@ -1,4 +1,4 @@
-"""How is the autoencoder trained, and what are the pictures' latents?
+"""Trains the autoencoder, and computes the pictures' latents.
 
 Absolute error of the picture, its edges and its halvings, on latents with a little noise; then a
 settling phase of squared error alone. No perceptual network, no adversary.

@@ -1,1 +1,1 @@
-"""Which parts of the documentation are made from code and results, and how?"""
+"""Parts of the documentation that are made from code and results."""

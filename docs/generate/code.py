@@ -230,15 +230,15 @@ def _texts(node: ast.expr) -> set[str]:
 
 
 def source_tree(_: str = "") -> str:
-    """Every source file with the question that its docstring answers."""
+    """Every source file with its purpose, from its docstring."""
     lines = ["```text", "src/samovar/"]
     for entry in sorted(SOURCE.iterdir(), key=_by_layer):
         if entry.suffix == ".py" and entry.name not in ("__init__.py", "__main__.py"):
-            lines.append(f"  {entry.name:<22} {_question(entry)}")
+            lines.append(f"  {entry.name:<22} {_purpose(entry)}")
         elif (entry / "__init__.py").exists():
-            lines.append(f"  {entry.name + '/':<22} {_question(entry / '__init__.py')}")
+            lines.append(f"  {entry.name + '/':<22} {_purpose(entry / '__init__.py')}")
             files = (file for file in sorted(entry.glob("*.py")) if file.name != "__init__.py")
-            lines += [f"    {file.name:<20} {_question(file)}" for file in files]
+            lines += [f"    {file.name:<20} {_purpose(file)}" for file in files]
     return "\n".join([*lines, "```"])
 
 
@@ -250,7 +250,7 @@ def _by_layer(entry: Path) -> tuple[int, str]:
     return places.get(entry.stem, -1), entry.name
 
 
-def _question(file: Path) -> str:
+def _purpose(file: Path) -> str:
     """The first sentence of a file's docstring."""
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     return re.split(r"(?<=[?.]) ", " ".join(text.split("\n\n")[0].split()))[0]

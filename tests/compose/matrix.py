@@ -1,4 +1,4 @@
-"""Which combinations are there, which of them cover all pairs, and what does one of them give?
+"""Combinations of features, a set that covers all pairs, and what one of them gives.
 
 A case is run twice: with everything, and with the same cache on one rank and everything resident. Both must give the
 same steps and the same picture, to the bit where no collective is involved.

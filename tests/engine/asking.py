@@ -1,4 +1,4 @@
-"""How do the tests of this room ask a supervisor for images?"""
+"""Asks a supervisor for images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models of other people do we try? The originals, out of checkouts, tiny, with random weights.
+"""Models of other people that are tried: the originals, out of checkouts, tiny, with random weights.
 
 `make test-foreign FOREIGN=folder` runs them; the folder holds one checkout a repository, named `owner+name`. Nothing of
 a repository is kept here: each file of this folder says for one family how a model is built and what a step of its

@@ -1,4 +1,4 @@
-"""What takes the place of packages that are not installed, and that matter only for training or on a GPU?
+"""Takes the place of packages that are not installed, and that matter only for training or on a GPU.
 
 Most are shells: whatever is asked of them is an empty class. Those that a forward calls compute what they are named
 after, by torch. A package that is installed is never replaced, and model code has no stand-in.

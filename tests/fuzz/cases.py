@@ -1,4 +1,4 @@
-"""Which cases are tried, for how long, and what remains of one that fails?"""
+"""The cases that are tried, for how long, and what remains of one that fails."""
 
 from __future__ import annotations
 

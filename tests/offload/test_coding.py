@@ -1,4 +1,4 @@
-"""Do coded weights come back bit for bit, whatever they are?"""
+"""Coded weights come back bit for bit, whatever they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which whole pipelines do we try? Real diffusers classes, tiny, with random weights, on a CPU.
+"""Whole pipelines that are tried: real diffusers classes, tiny, with random weights, on a CPU.
 
 `PIPELINES` has one for each way in which a pipeline drives its denoiser: with both branches in one call
 or each in its own, saying which branch it is or not, with one denoiser or two, with a ControlNet.

@@ -1,4 +1,4 @@
-"""How are the tiny pipelines for pictures put together?"""
+"""Tiny pipelines for pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does the signature of a pipeline not say about its tiny copy?"""
+"""What the signature of a pipeline does not say about its tiny copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How are the tiny pipelines for films put together?"""
+"""Tiny pipelines for films."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are captions and held-out pairs what they should be?"""
+"""Captions and held-out pairs."""
 
 from __future__ import annotations
 

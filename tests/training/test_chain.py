@@ -1,4 +1,4 @@
-"""Does the whole chain run, from pictures to an evaluated pipeline, and go on when stopped?"""
+"""The whole chain runs, from pictures to an evaluated pipeline, and goes on when stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do clips, captions, training and export of the video model fit together?"""
+"""Clips, captions, training and export of the video model fit together."""
 
 from __future__ import annotations
 

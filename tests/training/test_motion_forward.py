@@ -1,4 +1,4 @@
-"""Does the video model's training compute what the pipeline will?"""
+"""The video model's training computes what the pipeline will."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the flat layout and the optimiser do what they say?"""
+"""The flat layout and the optimiser."""
 
 from __future__ import annotations
 

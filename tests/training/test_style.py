@@ -1,4 +1,4 @@
-"""Does the judge of style know styles that it was taught, and only by palette and texture?"""
+"""The judge of style knows styles that it was taught, only by palette and texture."""
 
 from __future__ import annotations
 

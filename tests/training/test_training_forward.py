@@ -1,4 +1,4 @@
-"""Do the training functions compute what diffusers and transformers compute?"""
+"""The training functions compute what diffusers and transformers compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which emoji does the video model know, and what does a machine without a network need to train it?
+"""The emoji that the video model knows, and what a machine without a network needs to train it.
 
     python -m training.motion.data --data data --out carry
 

@@ -1,4 +1,4 @@
-"""How good is the exported video model, by a judge that was trained apart from it?"""
+"""Evaluates the exported video model, by a judge that was trained apart from it."""
 
 from __future__ import annotations
 

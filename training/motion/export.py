@@ -1,4 +1,4 @@
-"""How do the trained weights become a WanPipeline folder, and files small enough to carry away?"""
+"""Turns the trained weights into a WanPipeline folder, and files small enough to carry away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How are the autoencoder, then the transformer with its text encoder, trained on clips?
+"""Trains the autoencoder, then the transformer with its text encoder, on clips.
 
 The autoencoder sees clips drawn for each step. Then some clips of every picture in every motion are
 encoded once and stay on the device: the transformer learns the velocity from them to noise.

@@ -1,4 +1,4 @@
-"""How is the video model trained, judged and packed, in one command of a few minutes?
+"""Trains, judges and packs the video model, in one command of a few minutes.
 
     python -m training.motion.train --data carry --out result --seconds 480
 
@@ -120,7 +120,7 @@ def warm_up(run: Run) -> None:
 
 
 def vae_share(run: Run, stage: stages.ClipVae) -> float:
-    """When the autoencoder's time should end, as a share of all: how fast is a step here?"""
+    """When the autoencoder's time should end, as a share of all, by how fast a step is here."""
     for step in range(9):
         if step == 4:  # the first ones choose their kernels
             began = time.monotonic()
