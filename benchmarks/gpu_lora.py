@@ -28,7 +28,8 @@ from gpu_bench import Bench, gib, is_same
 from gpu_parts import Parts, add_options
 
 from samovar import attach
-from samovar.engine.lora import Adapter, Adapters
+from samovar.engine.lora import Adapters
+from samovar.engine.request import Adapter
 from simulated import SimulatedRecorder, recording_by
 
 RANK, MANY, FEW = 16, (3, 12), (1, 4)

@@ -35,8 +35,8 @@ from gpu_parts import Parts, add_options
 
 from samovar.builtin import BUILTIN_MODELS
 from samovar.engine import OmniDiffusionConfig, OmniDiffusionSamplingParams, Request, Supervisor, Worker
+from samovar.engine.events import Done, Event, Listener
 from samovar.engine.messages import Cancel, Finished, Ready, Run, Update
-from samovar.engine.request import Done, Event, Listener
 
 PROMPT = "a photograph of a samovar on a garden table, number {}"
 FEW = 4

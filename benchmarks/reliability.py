@@ -67,8 +67,8 @@ def fuzz(bench: Bench) -> Outcome:
 
 TESTS: dict[int, tuple[str, Callable[[Bench], Outcome]]] = {
     1: ("`kill -9` the worker mid-step, four requests in flight", checks.kill_worker),
-    2: ("20 kills in a row; the circuit opens after 5 in 60 s", by_tests(
-        "tests/engine/test_supervisor.py::test_twenty_kills",
+    2: ("10 kills in a row under load; the circuit opens after 5 in 60 s", by_tests(
+        "tests/engine/test_supervisor.py::test_kills_under_load",
         "tests/engine/test_supervisor.py::test_the_circuit_opens")),
     3: ("SIGSTOP the worker", checks.hang_worker),
     4: ("`kill -9` the server", checks.kill_server),
@@ -83,17 +83,17 @@ TESTS: dict[int, tuple[str, Callable[[Bench], Outcome]]] = {
     12: ("sizes out of bounds", checks.sizes),
     13: ("bodies of 1 MB and 50 MB", checks.bodies),
     14: ("100 slow or half-open sockets", checks.dawdlers),
-    15: ("NaN in the latents", by_tests("tests/engine/test_worker.py::test_latents_that_are_not_finite")),
+    15: ("NaN in the latents", by_tests("tests/engine/test_worker.py::test_numbers_are_checked")),
     16: ("pickled weights, and code that comes with a model", by_tests(
-        "tests/engine/test_models.py::test_pickled", "tests/engine/test_models.py::test_code_that_comes")),
+        "tests/engine/test_loading.py::test_what_could_run_code")),
     17: ("paths and URLs of clients", by_tests(
         "tests/server/test_app.py::test_no_path", "tests/server/test_state.py::test_only_the_model",
         "tests/server/test_images.py::test_bad_forms")),
     18: ("soak: replicas, batches, adapters and videos, random requests, 10 % cancelled", memory.soak),
-    19: ("requests do not affect each other", by_tests("tests/engine/test_supervisor.py::test_requests_do_not_touch")),
+    19: ("requests do not affect each other", by_tests("tests/engine/test_mixes.py::test_in_any_mix")),
     20: ("SIGTERM with one running and five waiting, and a second one", checks.terminate),
     21: ("a bad prompt in a list", by_tests("tests/test_omni.py::test_a_bad_prompt_of_a_list")),
-    22: ("one of several ranks dies", by_tests("tests/engine/test_multirank.py::test_a_rank_that_dies")),
+    22: ("one of several ranks dies", by_tests("tests/engine/test_local.py::test_a_rank_that_dies")),
     23: ("keys: none, wrong, in the query, 10,000 tries", checks.keys),
     24: ("a decompression bomb in an edit", checks.bomb),
     25: ("random inputs: HTTP framing, forms, images, model folders, settings, bodies", fuzz),

@@ -69,7 +69,7 @@ def test_a_bad_setting_is_refused_before_anything_is_loaded(folder: Path, monkey
     def loaded(*args: object) -> None:
         raise AssertionError("must be refused before")
 
-    monkeypatch.setattr("samovar.engine.worker.load_pipeline", loaded)
+    monkeypatch.setattr("samovar.engine.loading.load_pipeline", loaded)
     monkeypatch.setattr("samovar.engine.process.WorkerGroup.__init__", loaded)
     for settings, message in (
         ({"ulysses_degree": 0}, "ulysses_degree=0; expected a number of ranks"),
@@ -119,15 +119,6 @@ def test_a_class_of_ones_own_takes_what_its_parent_takes(folder: Path) -> None:
     assert np.array_equal(np.asarray(result.images[0]), np.asarray(image))
 
 
-def test_offload_gives_the_same_picture(folder: Path) -> None:
-    pictures = []
-    for settings in ({}, {"enable_cpu_offload": True}, {"enable_layerwise_offload": True}):
-        with Omni(str(folder), device="cpu", progress=False, **settings) as omni:
-            pictures.append(np.asarray(omni.generate("a cat", **SETTINGS, seed=1)[0].images[0]))
-    assert np.array_equal(pictures[0], pictures[1])
-    assert np.array_equal(pictures[0], pictures[2])
-
-
 def test_a_bad_prompt_of_a_list_fails_alone(folder: Path) -> None:
     prompts: list[Any] = ["a cat", "a dog", 3, "an owl", "a cat", "a fox", "a hen", "a cow"]
     with Omni(str(folder), device="cpu", progress=False) as omni:
@@ -135,8 +126,8 @@ def test_a_bad_prompt_of_a_list_fails_alone(folder: Path) -> None:
         assert [result.prompt for result in results] == prompts
         assert [len(result.outputs) for result in results] == [1, 1, 0, 1, 1, 1, 1, 1]
         assert isinstance(results[2].error, SettingError)
-        assert str(results[2].error) == "prompt must be text, not 3."
-        with pytest.raises(SettingError, match="prompt must be text, not 3"):
+        assert str(results[2].error) == "prompt=3; expected text."
+        with pytest.raises(SettingError, match="prompt=3; expected text"):
             results[2].images  # noqa: B018 - It raises.
         assert np.array_equal(np.asarray(results[0].images[0]), np.asarray(results[4].images[0]))
         for prompt in ("a cat", ["a cat", "a dog"]):
@@ -289,7 +280,7 @@ def test_a_start_that_is_cancelled_is_given_up(monkeypatch: pytest.MonkeyPatch) 
     class Loading:
         """Worker processes that load for ever."""
 
-        num_ranks, process_ids, since = 1, (1,), float("inf")
+        num_ranks, process_ids = 1, (1,)
 
         def __init__(self, *args: object) -> None: ...
 
@@ -327,15 +318,6 @@ def test_calls_as_in_vllm_omni(folder: Path) -> None:
             omni.generate(["a"] * 3, [base, base])
         with pytest.raises(SettingError, match="expected a mapping with the text as 'prompt'"):
             omni.generate({"negative_prompt": "blurry"})
-        extra = {"joint_attention_kwargs": {}}
-        generator = torch.Generator().manual_seed(3)
-        own = OmniDiffusionSamplingParams(**SETTINGS, true_cfg_scale=2.0, generator=generator, extra_args=extra)
-        assert (own.seed, own.options) == (3, extra)
-        (again,) = omni.generate("a cat", own, negative_prompt="blurry")
-        assert np.array_equal(np.asarray(again.images[0]), made)
-        torch.rand(1, generator=generator)
-        with pytest.raises(SettingError, match="generator was drawn from already"):
-            OmniDiffusionSamplingParams(generator=generator)
 
 
 def test_the_built_in_model_has_a_largest_size() -> None:

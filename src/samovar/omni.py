@@ -7,6 +7,7 @@ import concurrent.futures
 import queue
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,36 @@ __all__ = ["AsyncOmni", "Job", "Omni"]
 Prompt = str | Mapping[str, Any]
 
 
-class Omni:
+class _Model(ABC):
+    """What is known of a model that has been loaded."""
+
+    @property
+    @abstractmethod
+    def facts(self) -> PipelineFacts:
+        """What the model takes and makes."""
+
+    @property
+    def defaults(self) -> OmniDiffusionSamplingParams:
+        """The values of parameters that a request does not give."""
+        return self.facts.defaults
+
+    @property
+    def can_edit(self) -> bool:
+        """Whether the model takes an image to start from, as `image`."""
+        return self.facts.can_edit
+
+    @property
+    def output(self) -> OutputKind:
+        """What the model makes: `output.kind` is "image", "video" or "audio"."""
+        return self.facts.output
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The LoRA adapters that a request may name."""
+        return self.facts.adapters
+
+
+class Omni(_Model):
     """A model, ready to generate images, videos or sound.
 
         with Omni("emoji", cache="tea_cache") as omni:
@@ -76,24 +106,9 @@ class Omni:
         self._worker: ImageWorker | None = start_worker(_read(name, od_config, config, settings), pipeline)
 
     @property
-    def defaults(self) -> OmniDiffusionSamplingParams:
-        """The values of parameters that a call does not give."""
-        return self._open().facts.defaults
-
-    @property
-    def can_edit(self) -> bool:
-        """Whether the model takes an image to start from, as `image`."""
-        return self._open().facts.can_edit
-
-    @property
-    def output(self) -> OutputKind:
-        """What the model makes: `output.kind` is "image", "video" or "audio"."""
-        return self._open().facts.output
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """The LoRA adapters that a call may name."""
-        return tuple(self._open().facts.adapters)
+    def facts(self) -> PipelineFacts:
+        """What the model takes and makes."""
+        return self._open().facts
 
     @property
     def load_seconds(self) -> float:
@@ -108,32 +123,15 @@ class Omni:
     def generate(
         self,
         prompt: Prompt | Sequence[Prompt],
-        sampling_params: OmniDiffusionSamplingParams | Sequence[OmniDiffusionSamplingParams] | None = None,
+        sampling_params: Any = None,
         *,
-        sampling_params_list: Sequence[OmniDiffusionSamplingParams] | None = None,
-        image: Image | Sequence[Any] | None = None,
-        num_previews: int = 0,
-        exact: bool = False,
-        lora: Any = None,
-        tolerance: float | str | None = None,
         stream: Literal[False] = False,
-        **overrides: Any,
+        **how: Any,
     ) -> list[GenerationResult]: ...
 
     @overload
     def generate(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        sampling_params: OmniDiffusionSamplingParams | Sequence[OmniDiffusionSamplingParams] | None = None,
-        *,
-        sampling_params_list: Sequence[OmniDiffusionSamplingParams] | None = None,
-        image: Image | Sequence[Any] | None = None,
-        num_previews: int = 0,
-        exact: bool = False,
-        lora: Any = None,
-        tolerance: float | str | None = None,
-        stream: Literal[True],
-        **overrides: Any,
+        self, prompt: Any, sampling_params: Any = None, *, stream: Literal[True], **how: Any
     ) -> Iterator[Event]: ...
 
     def generate(
@@ -173,31 +171,27 @@ class Omni:
         What is wrong with the whole call raises at once. A single prompt that fails raises its error. Among several, it
         has a result with the error in `error`, which `images` raises; the others are generated all the same.
         """
-        worker = self._open()
-        inputs = {name: value for name, value in overrides.items() if is_media(value) or name in INPUT_NAMES}
-        given = OmniDiffusionSamplingParams.from_arguments({n: v for n, v in overrides.items() if n not in inputs})
-        prompts = read_prompts(prompt)
+        worker, is_one = self._open(), isinstance(prompt, (str, Mapping))
+        inputs, params = _split(overrides)
         how: dict[str, Any] = {"exact": exact, "lora": lora, "tolerance": tolerance, "image": image, "inputs": inputs}
-        requests: list[Request | GenerationResult] = []
+        made: list[Request | GenerationResult] = []
+        prompts = read_prompts(prompt)
         for one, base in zip(prompts, _params_of(prompts, sampling_params, sampling_params_list), strict=True):
-            params = given.over(base)
             try:
-                request = request_of(one, params, **how, num_previews=num_previews if stream else 0)
-                if not stream:  # Otherwise it is told as an event.
-                    worker.facts.check(request)
-                requests.append(request)
+                request = request_of(one, params.over(base), **how, num_previews=num_previews if stream else 0)
+                made.append(request if stream else worker.facts.check(request))  # In a stream, it is told as an event.
             except SettingError as error:
-                if error.param != "prompt" or stream or isinstance(prompt, (str, Mapping)):
+                if error.param != "prompt" or stream or is_one:
                     raise  # A mistake of the whole call.
-                requests.append(GenerationResult(one, (), (), params, 0.0, error=error))
-        ready = [request for request in requests if isinstance(request, Request)]
+                made.append(GenerationResult(one, (), (), params, 0.0, error=error))
+        requests = [each for each in made if isinstance(each, Request)]
         if stream:
-            return self._stream(ready)
-        results = iter(_run(worker, ready))
-        made = [next(results) if isinstance(request, Request) else request for request in requests]
-        if isinstance(prompt, (str, Mapping)) and made[0].error is not None:
-            raise made[0].error
-        return made
+            return self._stream(requests)
+        outcomes = iter(worker.run(requests))
+        results = [_result(each, next(outcomes)) if isinstance(each, Request) else each for each in made]
+        if is_one and results[0].error is not None:
+            raise results[0].error
+        return results
 
     def close(self) -> None:
         """Release the model and end its processes."""
@@ -221,7 +215,7 @@ class Omni:
         self.close()
 
 
-class AsyncOmni:
+class AsyncOmni(_Model):
     """A model for a server: a queue, and worker processes that are replaced when they die.
 
         omni = AsyncOmni("emoji", max_queue=16)
@@ -261,65 +255,31 @@ class AsyncOmni:
             raise
 
     @property
-    def defaults(self) -> OmniDiffusionSamplingParams:
-        """The values of parameters that a request does not give."""
-        return self._supervisor.facts.defaults
-
-    @property
     def facts(self) -> PipelineFacts:
         """What the model takes and makes."""
         return self._supervisor.facts
 
     @property
-    def can_edit(self) -> bool:
-        """Whether the model takes an image to start from."""
-        return self._supervisor.facts.can_edit
-
-    @property
-    def output(self) -> OutputKind:
-        """What the model makes: `output.kind` is "image", "video" or "audio"."""
-        return self._supervisor.facts.output
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """The LoRA adapters that a request may name."""
-        return tuple(self._supervisor.facts.adapters)
-
-    @property
     def load_seconds(self) -> float:
         """Time that loading the weights took."""
-        return self._supervisor.load_seconds
+        return self._supervisor.loaded.load_seconds
 
     def explain(self) -> Explanation:
         """How weights are quantised, what is attached where, and why, in a worker; and how many there are."""
         return self._supervisor.explain()
 
-    def check(self, prompt: str, params: OmniDiffusionSamplingParams | None = None, **how: Any) -> None:
-        """Raise SettingError if the model cannot serve this request; `how` is what else a `Request` has."""
-        self._supervisor.facts.check(Request(prompt, params or OmniDiffusionSamplingParams(), **how))
+    def submit(self, prompt: Prompt | Request, params: OmniDiffusionSamplingParams | None = None, **how: Any) -> Job:
+        """Queue a request: a prompt, its parameters, and what else a `Request` has, such as `image`, or `inputs` by
+        name; or all of it as a `Request`. A higher priority goes first; one that has not started within `deadline_s`
+        fails with QueueTimeoutError. Refused at once: parameters that the model does not take, a full queue, an engine
+        that is closing or down."""
+        if isinstance(prompt, Request):
+            return self._supervisor.submit(replace(prompt, **how))
+        return self._supervisor.submit(request_of(prompt, params or OmniDiffusionSamplingParams(), **how))
 
-    def submit(
-        self,
-        prompt: Prompt | Request,
-        params: OmniDiffusionSamplingParams | None = None,
-        *,
-        image: Image | Sequence[Any] | None = None,
-        inputs: Mapping[str, Any] | None = None,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        num_previews: int = 0,
-        exact: bool = False,
-        lora: Any = None,
-        tolerance: float | str | None = None,
-    ) -> Job:
-        """Queue a request, with `inputs` such as mask, video or audio by name, or all of it as a `Request`. A higher
-        priority goes first; one that has not started within `deadline_s` fails with QueueTimeoutError. Refused at once:
-        parameters that the model does not take, a full queue, an engine that is closing or down."""
-        if not isinstance(prompt, Request):
-            how: dict[str, Any] = {"image": image, "num_previews": num_previews, "exact": exact, "lora": lora}
-            params = params or OmniDiffusionSamplingParams()
-            prompt = request_of(prompt, params, **how, tolerance=tolerance, inputs=inputs or {})
-        return self._supervisor.submit(prompt, priority=priority, deadline_s=deadline_s)
+    def check(self, prompt: Prompt, params: OmniDiffusionSamplingParams | None = None, **how: Any) -> None:
+        """Raise SettingError if the model cannot serve this request; `how` is what else a `Request` has."""
+        self.facts.check(request_of(prompt, params or OmniDiffusionSamplingParams(), **how))
 
     def check_room(self) -> None:
         """Raise QueueFullError if the queue would not take another request."""
@@ -375,9 +335,7 @@ def read_prompts(prompt: Any) -> list[Any]:
     return list(prompt)
 
 
-def _params_of(
-    prompts: Sequence[Any], params: Any, params_list: Sequence[OmniDiffusionSamplingParams] | None
-) -> list[OmniDiffusionSamplingParams]:
+def _params_of(prompts: Sequence[Any], params: Any, params_list: Any) -> list[OmniDiffusionSamplingParams]:
     """The parameters of each prompt."""
     if params is not None and params_list is not None:
         message = "sampling_params and sampling_params_list were both given. Give one."
@@ -392,28 +350,28 @@ def _params_of(
     return several * (len(prompts) if len(several) == 1 else 1)
 
 
+def _split(given: Mapping[str, Any]) -> tuple[dict[str, Any], OmniDiffusionSamplingParams]:
+    """The images, videos and sounds among some arguments, and the parameters."""
+    inputs = {name: value for name, value in given.items() if is_media(value) or name in INPUT_NAMES}
+    others = {name: value for name, value in given.items() if name not in inputs}
+    return inputs, OmniDiffusionSamplingParams.from_arguments(others)
+
+
 def request_of(prompt: Any, params: OmniDiffusionSamplingParams, **how: Any) -> Request:
     """A request for a prompt. What a mapping says beside its text wins over what is said for all."""
     if not isinstance(prompt, Mapping):
         return Request(prompt, params, **how)
-    own = dict(prompt)
+    own = {**prompt, **(prompt.get("multi_modal_data") or {})}
+    own.pop("multi_modal_data", None)
     if "prompt" not in own:
         raise SettingError(f"prompt={prompt!r}; expected a mapping with the text as 'prompt'.", param="prompt")
-    text = own.pop("prompt")
-    own |= own.pop("multi_modal_data", None) or {}
-    media = {name: value for name, value in own.items() if is_media(value) or name in INPUT_NAMES}
-    image = media.pop("image", how.pop("image", None))
-    inputs = {**how.pop("inputs", {}), **media}
-    mine = OmniDiffusionSamplingParams.from_arguments({n: v for n, v in own.items() if n not in (*media, "image")})
-    return Request(text, mine.over(params), image=image, inputs=inputs, **how)
+    text, image = own.pop("prompt"), own.pop("image", how.pop("image", None))
+    inputs, mine = _split(own)
+    return Request(text, mine.over(params), image=image, inputs={**how.pop("inputs", {}), **inputs}, **how)
 
 
-def _run(worker: ImageWorker, requests: Sequence[Request]) -> list[GenerationResult]:
-    """Results in order, with errors in their places."""
-    return [
-        GenerationResult.failed(request, outcome) if isinstance(outcome, SamovarError) else outcome
-        for request, outcome in zip(requests, worker.run(requests), strict=True)
-    ]
+def _result(request: Request, outcome: GenerationResult | SamovarError) -> GenerationResult:
+    return GenerationResult.failed(request, outcome) if isinstance(outcome, SamovarError) else outcome
 
 
 def _events(worker: ImageWorker, request: Request) -> Iterator[Event]:

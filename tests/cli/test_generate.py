@@ -58,7 +58,7 @@ def test_generate_writes_images_and_says_where(tmp_path: Path) -> None:
     [
         (["-o", "cat.gif2"], "--output 'cat.gif2': the file of an output must end in .png"),
         (["-o", "cat.mp4"], "--output 'cat.mp4': the file of an image must end in .png, .jpg, .jpeg, .webp."),
-        (["--frames", "9"], "FluxPipeline makes images, so it takes no --frames"),
+        (["--frames", "9"], "FluxPipeline makes images of its own length, and takes no --frames"),
         (["--option", "sigma=[1.0]"], "FluxPipeline does not take sigma. Did you mean 'sigmas'?"),
         (["--option", "sigmas"], "--option 'sigmas'; expected NAME=VALUE"),
         (["--input", "video=nowhere.gif"], "--input video 'nowhere.gif' is not there"),
@@ -67,15 +67,15 @@ def test_generate_writes_images_and_says_where(tmp_path: Path) -> None:
         (["--task", "text2video"], "no pipeline for it like FluxPipeline. With it: img2img, inpaint, text2img."),
         (["-o", "nowhere/cat.png"], "--output 'nowhere/cat.png': there is no folder 'nowhere'"),
         (["-o", "/proc/cat.png"], "'/proc/cat.png' cannot be written"),
-        (["--steps", "0"], "--steps must be at least 1, not 0"),
+        (["--steps", "0"], "--steps 0; expected a whole number"),
         (["--width", "130"], "width must be a multiple of 8 for this model, not 130: try 128 or 136"),
         (["--model", "emojis"], "Did you mean 'emoji'?"),
         (["--config", "nowhere.yaml"], "--config: 'nowhere.yaml' cannot be read"),
         (["--image", "nowhere.png"], "--image 'nowhere.png' is not there"),
-        (["--strength", "2"], "strength must be at most 1, not 2.0"),
+        (["--strength", "2"], "--strength 2.0; expected a number from 0 to 1"),
         (["--cache-config", "{"], "--cache-config '{' cannot be read"),
         (["--cache-config", "[1]"], "--cache-config '[1]' cannot be read"),
-        (["--max-batch", "0"], "--max-batch must be a whole number"),
+        (["--max-batch", "0"], "--max-batch 0; expected a whole number"),
     ],
 )
 def test_generate_refuses_before_it_computes(
@@ -246,7 +246,7 @@ def test_a_controlnet_guides_a_model(folder: Path, tmp_path: Path, capsys: pytes
         assert cli.main([*command, *guided, "-o", str(tmp_path / f"by-{name}.png")]) == 0
     assert not np.array_equal(pixels(tmp_path / "by-teal.png"), pixels(tmp_path / "by-white.png"))
     assert cli.main([*command, "--controlnet", str(tmp_path / "net")]) == 2
-    assert "FluxControlNetPipeline needs a control image. Give it as image." in capsys.readouterr().err
+    assert "It was given no control_image." in capsys.readouterr().err
     assert cli.main(command) == 2
     assert "--task 'controlnet' needs a ControlNet" in capsys.readouterr().err
 

@@ -38,7 +38,6 @@ from samovar import cli
             ["--max-tolerance", "high", "--cache", "tea_cache"],
             "--max-tolerance 0.02 cannot be kept by the cache 'tea_ca",
         ),
-        (["--lora-memory", "much"], "--lora-memory 'much'; expected a size"),
         (["--replicas", "0"], "--replicas 0; expected a whole number, 1 or more"),
         (
             ["--devices", "0,1"],

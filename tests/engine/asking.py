@@ -1,21 +1,25 @@
-"""Asks a supervisor for images."""
+"""Asks workers and supervisors for images."""
 
 from __future__ import annotations
 
 import os
 import queue
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from samovar.core.errors import SamovarError
 from samovar.engine import (
     Done,
     Event,
     Failed,
     GenerationResult,
     Job,
+    OmniDiffusionConfig,
     OmniDiffusionSamplingParams,
     Progress,
     Request,
@@ -25,6 +29,47 @@ from samovar.engine import (
 
 LIMIT_S = 300.0
 """How long anything may take on a busy machine before a test gives up."""
+LONG = 100_000
+"""Steps that nobody waits for: they take longer than any test does."""
+
+
+def ask(prompt: str = "a cat", how: dict[str, Any] | None = None, **params: Any) -> Request:
+    params = {"seed": 3, "num_inference_steps": 5, **params}
+    return Request(prompt, OmniDiffusionSamplingParams(**params), **(how or {}))
+
+
+def worker_of(folder: Path | None = None, pipe: Any = None, **settings: Any) -> Worker:
+    """A worker on a CPU, by default of one request at a time."""
+    model = {} if folder is None else {"model": str(folder)}
+    return Worker(OmniDiffusionConfig(**{"device": "cpu", "progress": False, **model, **settings}), pipe)
+
+
+def result_of(outcome: Any) -> GenerationResult:
+    """The result; raises the error if there is none."""
+    if isinstance(outcome, SamovarError):
+        raise outcome
+    assert isinstance(outcome, GenerationResult)
+    return outcome
+
+
+def pixels(outcome: Any, index: int = 0) -> Any:
+    return np.asarray(result_of(outcome).images[index]).astype(int)
+
+
+def together(tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What tasks return that are called in threads of their own, all of them begun before any goes on."""
+    gate, made = threading.Barrier(len(tasks)), dict[int, Any]()
+
+    def run(index: int) -> None:
+        gate.wait()
+        made[index] = tasks[index]()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(tasks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [made[index] for index in range(len(tasks))]
 
 
 class Asked:
@@ -33,12 +78,11 @@ class Asked:
     def __init__(self, supervisor: Supervisor, prompt: str = "a cat", **how: Any) -> None:
         self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.events: list[Event] = []
-        rest = {name: how.pop(name) for name in ("priority", "deadline_s") if name in how}
-        extra = {name: how.pop(name) for name in ("image", "num_previews") if name in how}
+        extra = {name: how.pop(name) for name in ("priority", "deadline_s", "image", "num_previews") if name in how}
         request = Request(prompt, OmniDiffusionSamplingParams(**{"seed": 3, **how}), **extra)
-        self.job: Job = supervisor.submit(request, self._queue.put, **rest)
+        self.job: Job = supervisor.submit(request, self._queue.put)
 
-    def until(self, is_it: Callable[[Event], bool]) -> Event:
+    def until(self, is_it: Callable[[Event], bool] = lambda event: False) -> Event:
         """The first event of a kind, or the last one of all."""
         while True:
             event = self._queue.get(timeout=LIMIT_S)
@@ -47,23 +91,11 @@ class Asked:
                 return event
 
     def result(self) -> GenerationResult:
-        end = self.until(lambda event: False)
+        end = self.until()
         if isinstance(end, Failed):
             raise end.error
         assert isinstance(end, Done)
         return end.result
-
-
-def generate(worker: Worker, prompt: str, params: OmniDiffusionSamplingParams) -> GenerationResult:
-    """Images of one prompt; raises the error if there are none."""
-    (outcome,) = worker.run([Request(prompt, params)])
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
-
-
-def pixels(result: GenerationResult) -> Any:
-    return np.asarray(result.images[0])
 
 
 def wait_for(is_so: Callable[[], bool]) -> None:
@@ -89,13 +121,12 @@ def is_alive(process_id: int) -> bool:
 def children_of(process_id: int) -> set[int]:
     """The processes that a process has started and that still run."""
     found = set()
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat", encoding="utf-8") as file:
-                    state, parent = file.read().rsplit(")", 1)[1].split()[:2]
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if int(parent) == process_id and state != "Z":
-                found.add(int(name))
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", encoding="utf-8") as file:
+                state, parent = file.read().rsplit(")", 1)[1].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(parent) == process_id and state != "Z":
+            found.add(int(name))
     return found

@@ -1,134 +1,223 @@
-"""Settings of the engine: each is checked before any weights are loaded."""
+"""Settings of the engine: where they come from, who wins, and what is refused before any weights are loaded."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from samovar.core.errors import ModelError, SamovarError, SettingError
-from samovar.engine import OmniDiffusionConfig
-from samovar.engine.models import find_model
+from samovar.core.errors import SamovarError, SettingError
+from samovar.engine import OmniDiffusionConfig as Config
+from samovar.engine.placement import place_replicas, read_gpus
+from samovar.engine.process import _environment
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> str:
-    """What looks like a model as long as nobody loads it."""
-    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    return str(tmp_path)
-
-
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in [name for name in os.environ if name.startswith("SAMOVAR_")]:
+        monkeypatch.delenv(name)
+    return monkeypatch
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"model": "emojy"}, r"'emojy' is not a built-in model.*Did you mean 'emoji'\?"),
         ({"dtype": "bfloat61"}, r"dtype='bfloat61'; expected one of .* Did you mean 'bfloat16'\?"),
         ({"device": "foo"}, "device='foo' is not a device"),
         ({"cache_backend": "tee_cache"}, r"Did you mean 'tea_cache'\?"),
-        ({"cache": {"backend": "none", "rel_l1_thresh": 1}}, "for the cache 'none'"),
-        ({"cach": "tea_cache"}, r"'cach' is not a setting of OmniDiffusionConfig. Did you mean 'cache'\?"),
+        ({"cach": "tea_cache"}, r"'cach' is not a setting of .*\. Did you mean 'cache'\?"),
         ({"enable_cpu_offload": True, "enable_layerwise_offload": True}, "exclude each other"),
         ({"gpu_memory": "a lot"}, "gpu_memory"),
         ({"ulysses_degree": 0}, "ulysses_degree"),
-        ({"ring_degree": "2"}, "ring_degree"),
-        ({"cfg_parallel_size": -1}, "cfg_parallel_size"),
         ({"cfg_parallel_size": 2, "device": "cpu:0"}, "device='cpu:0' names one device, and 2 ranks need one each"),
+        ({"replicas": 0}, "replicas=0; expected a whole number, 1 or more"),
+        ({"devices": "gpu"}, "devices='gpu'; expected the numbers of GPUs, such as"),
+        ({"defaults": {"num_steps": 4}}, "'num_steps' is not a setting of .* Did you mean 'num_inference_steps'"),
+        ({"defaults": {"num_inference_steps": 0}}, "num_inference_steps=0; expected a whole number"),
+        ({"defaults": {"num_inference_steps": 4}, "cache": {"schedule": "##.#"  "#."}}, "schedule for 6 steps"),
+        ({"warm_up": "yes"}, "warm_up='yes'; expected True or False"),
+        ({"lora": "pixel"}, "lora='pixel'; expected files or folders by name"),
+        ({"lora": {"": "x"}}, "'' is not a name"),
+        ({"lora": {"a": 3}}, "'a' is 3, which is not a .safetensors file"),
+        ({"lora": {"a": "/no/where/x.safetensors"}}, "which is not a .safetensors file"),
+        ({"controlnet": "/no/where"}, "has no config.json of a ControlNet"),
+        ({"controlnet": 3}, "controlnet=3; expected a folder or a name on the hub"),
+        ({"quantization": "int9"}, r"quantization='int9' is not one of int8, fp8, int4, nf4, .* Did you mean 'int8'\?"),
+        ({"quantization": "nf4"}, "quantization='nf4' does not run on cpu"),
+        ({"quantization": "nowhere.gguf"}, "is not a file here"),
+        ({"quantization": {"transformer": 8}}, "expected a kind such as 'int8'"),
+        ({"loss": "int8"}, "there is none. Give gpu_memory"),
+        ({"loss": "int8", "quantization": "int8"}, "Give one of them"),
     ],
-)
-def test_a_bad_setting_is_refused(folder: str, settings: dict[str, Any], message: str) -> None:
+)  # fmt: skip
+def test_a_bad_setting_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(SamovarError, match=message):
-        OmniDiffusionConfig(folder, **settings)
-
-
-def test_what_is_not_a_model_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"'emojy' is not a built-in model.*Did you mean 'emoji'\?"):
-        OmniDiffusionConfig("emojy")
-    assert find_model("emoji") is not None
-
-
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SettingError, match="device='cuda:9' cannot be used"):
-        OmniDiffusionConfig("emoji", device="cuda:9")
+        Config(**{"device": "cpu", **settings})
 
 
 def test_wishes_become_what_is_attached() -> None:
-    config = OmniDiffusionConfig("emoji", device="cpu", cfg_parallel_size=2, ring_degree=3, ulysses_degree=2)
-    assert (config.num_ranks, config.backend) == (12, "gloo")
-    assert config.attach_config.offload is None
-    config = OmniDiffusionConfig("emoji", device="cpu", enable_layerwise_offload=True, gpu_memory="2GiB")
-    offload = config.attach_config.offload
+    config = Config("emoji", device="cpu", cfg_parallel_size=2, ring_degree=3, ulysses_degree=2)
+    assert (config.num_ranks, config.backend, config.attach_config.offload) == (12, "gloo", None)
+    offload = Config("emoji", device="cpu", enable_layerwise_offload=True, gpu_memory="2GiB").attach_config.offload
     assert offload is not None
-    assert (offload.mode, offload.gpu_memory, offload.device) == ("layerwise", "2GiB", torch.device("cpu"))
-    moves = OmniDiffusionConfig("emoji", enable_cpu_offload=True).attach_config.offload
-    assert moves is not None
-    assert moves.mode == "model"
-    budget = OmniDiffusionConfig("emoji", gpu_memory=2**31).attach_config.offload
-    assert budget is not None
-    assert budget.mode == "auto"
+    assert (offload.mode, offload.gpu_memory, offload.device) == ("layerwise", "2GiB", CPU)
 
 
-def test_each_rank_needs_a_gpu_of_its_own(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = OmniDiffusionConfig("emoji", ulysses_degree=2)
-    assert (config.backend, config.execution_device()) == ("nccl", torch.device("cuda"))
-    with pytest.raises(SettingError, match="4 ranks on this machine need a GPU each, and it has 2"):
-        OmniDiffusionConfig("emoji", ulysses_degree=2, cfg_parallel_size=2)
-    assert OmniDiffusionConfig("emoji", ulysses_degree=4, device="cpu").backend == "gloo"
-    with pytest.raises(SettingError, match="device='cuda:1' names one device"):
-        OmniDiffusionConfig("emoji", ulysses_degree=2, device="cuda:1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # Two nodes of two GPUs each.
-    assert OmniDiffusionConfig("emoji", ulysses_degree=4).num_ranks == 4
-
-
-SCHEDULE = "#" + ".#" * 4 + "#"
-TUNED = {"cache": {"backend": "tea_cache", "schedule": SCHEDULE}, "num_inference_steps": 10, "guidance_scale": 3.0,
-         "height": 16, "model": "tiny", "origin": "a test"}  # fmt: skip
-
-
-def test_a_tuned_setting_brings_the_parameters_it_was_tuned_with(folder: str, tmp_path: Path) -> None:
-    file = tmp_path / "setting.json"
-    (tmp_path / "samovar.json").write_text('{"width": 32, "num_inference_steps": 2, "height": 32}')
-    file.write_text(json.dumps(TUNED))
-    for how in (
-        {"cache": str(file)},
-        {"cache_config": str(file)},
-        {"cache_backend": "tea_cache", "cache_config": file},
-    ):
-        config = OmniDiffusionConfig(folder, device="cpu", defaults={"guidance_scale": 5.0}, **how)
-        found = config.sampling_defaults(Path(folder))
-        assert found.given() == {"height": 16, "width": 32, "num_inference_steps": 10, "guidance_scale": 5.0}, how
-    file.write_text(json.dumps({**TUNED, "height": -1}))
-    with pytest.raises(SettingError, match=r"In '.*setting.json': height must be at least 1, not -1"):
-        OmniDiffusionConfig(folder, device="cpu", cache=file).sampling_defaults(Path(folder))
-
-
-def test_a_schedule_sets_the_default_number_of_steps(folder: str, tmp_path: Path) -> None:
-    (tmp_path / "samovar.json").write_text('{"num_inference_steps": 2}')
-    config = OmniDiffusionConfig(folder, device="cpu", cache={"schedule": SCHEDULE})
-    assert config.sampling_defaults(Path(folder)).num_inference_steps == 10, "not the model's 2"
-    with pytest.raises(SettingError, match="num_inference_steps=4 is the default, but the cache has a schedule for 10"):
-        OmniDiffusionConfig("emoji", device="cpu", cache={"schedule": SCHEDULE}, defaults={"num_inference_steps": 4})
+def test_arguments_win_over_the_file_and_the_file_over_the_environment(
+    tmp_path: Path, environment: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"DTYPE": "float16", "DEVICE": "cpu", "MAX_BATCH": "7", "STEP_TIMEOUT_S": "2.5",
+                        "ENABLE_CPU_OFFLOAD": "on", "DEFAULTS": '{"height": 16, "seed": 1}', "COMPILE": "eager",
+                        "API_KEY": "not a setting of the engine"}.items():  # fmt: skip
+        environment.setenv(f"SAMOVAR_{name}", value)
+    config = Config.read({})
+    assert (config.dtype, config.max_batch, config.step_timeout_s, config.offload) == ("float16", 7, 2.5, "model")
+    assert config.compile == "eager"
+    file = tmp_path / "settings.yaml"
+    file.write_text(
+        "dtype: bfloat16\nmax_batch: 3\ncache_backend: tea_cache\ncache_config: {rel_l1_thresh: 0.3}\n"
+        "defaults: {height: 32, num_inference_steps: 4}\nserver: {port: 1}\n"
+    )
+    config = Config.read({"max_batch": 2, "defaults": {"num_inference_steps": 8}}, file)
+    assert (config.dtype, config.device, config.max_batch) == ("bfloat16", "cpu", 2)
+    assert config.cache == {"backend": "tea_cache", "rel_l1_thresh": 0.3}
+    assert config.sampling_defaults(None).given() == {"num_inference_steps": 8, "seed": 1, "height": 32}
+    for other in ("none", None, "auto"):  # Whatever the spelling.
+        assert Config.read({"cache_backend": other}, file).cache == other
+        assert Config.read({"cache": other}, file).cache == other
+    assert Config.read({"enable_layerwise_offload": False}, file).offload is None
+    (tmp_path / "empty.yaml").write_text("")
+    assert Config.read({}, tmp_path / "empty.yaml") == Config.read({})
 
 
 @pytest.mark.parametrize(
-    ("defaults", "message"),
+    ("name", "content", "message"),
     [
-        ({"num_steps": 4}, "'num_steps' is not a sampling parameter. Did you mean 'num_inference_steps'"),
-        ({"num_inference_steps": 0}, "num_inference_steps must be at least 1, not 0"),
-        ("fast", "defaults='fast'; expected sampling parameters by name"),
+        ("a.yaml", "dtyp: float32", r"'dtyp' is not a setting of Omni, in '.*a.yaml'. Did you mean 'dtype'\?"),
+        ("a.json", "{", "cannot be read: Expecting"),
+        ("a.yaml", "- 1", r"must hold settings by name, such as `model: emoji`"),
+        ("a.toml", "", "must end in .json, .yaml or .yml"),
+        ("a.yaml", "!!python/object/apply:os.getcwd []", "cannot be read: could not"),
+        ("a.yaml", "enable_cpu_offload: 'yes'", "enable_cpu_offload must be true or false, not 'yes'"),
+        ("a.yaml", "step_timeout_s: .inf", "step_timeout_s=inf; expected a number above 0"),
+        ("SAMOVAR_DTYP", "float32", r"'SAMOVAR_DTYP' is not .* Did you mean 'SAMOVAR_DTYPE'\?"),
+        ("SAMOVAR_MAX_BATCH", "two", "max_batch='two'; expected a whole number, 1 or more"),
+        ("SAMOVAR_CACHE", "[1]", "expected a JSON object"),
+        ("SAMOVAR_PORT", "8000", "'SAMOVAR_PORT' is not a setting of Omni"),
     ],
 )
-def test_defaults_are_checked_before_anything_is_loaded(defaults: Any, message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        OmniDiffusionConfig("emoji", device="cpu", defaults=defaults)
-    with pytest.raises(SettingError, match="warm_up='yes'; expected True or False"):
-        OmniDiffusionConfig("emoji", device="cpu", warm_up="yes")  # type: ignore[arg-type]
+def test_a_file_or_a_variable_with_a_mistake_is_refused(
+    tmp_path: Path, environment: pytest.MonkeyPatch, name: str, content: str, message: str
+) -> None:
+    file = None
+    if name.startswith("SAMOVAR"):
+        environment.setenv(name, content)
+    else:
+        file = tmp_path / name
+        file.write_text(content)
+    with pytest.raises(SamovarError, match=message):
+        Config.read({}, file)
+
+
+def test_what_kubernetes_says_of_a_service_is_no_setting(environment: pytest.MonkeyPatch) -> None:
+    for name, value in {"SERVICE_HOST": "10.0.0.7", "SERVICE_PORT_HTTP": "8091", "PORT": "tcp://10.0.0.7:8091",
+                        "PORT_8091_TCP_ADDR": "10.0.0.7", "WEB_PORT": "tcp://10.0.0.8:80"}.items():  # fmt: skip
+        environment.setenv(f"SAMOVAR_{name}", value)
+    assert Config.read({}) == Config()
+
+
+def test_a_tuned_setting_brings_the_parameters_it_was_tuned_with(tmp_path: Path) -> None:
+    file, schedule = tmp_path / "setting.json", "#" + ".#" * 4 + "#"
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    (tmp_path / "samovar.json").write_text('{"width": 32, "num_inference_steps": 2, "height": 32}')
+    tuned = {"cache": {"backend": "tea_cache", "schedule": schedule}, "num_inference_steps": 10, "guidance_scale": 3.0,
+             "height": 16, "model": "tiny", "origin": "a test"}  # fmt: skip
+    file.write_text(json.dumps(tuned))
+    for how in ({"cache": str(file)}, {"cache_backend": "tea_cache", "cache_config": file}):
+        config = Config(str(tmp_path), device="cpu", defaults={"guidance_scale": 5.0}, **how)  # type: ignore[arg-type]
+        found = config.sampling_defaults(tmp_path).given()
+        assert found == {"height": 16, "width": 32, "num_inference_steps": 10, "guidance_scale": 5.0}, how
+    file.write_text(json.dumps({**tuned, "height": -1}))
+    with pytest.raises(SettingError, match=r"In '.*setting.json': height=-1; expected a whole number"):
+        Config(str(tmp_path), device="cpu", cache=file).sampling_defaults(tmp_path)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------ GPUs
+
+
+@pytest.mark.parametrize("devices", ["0,2", " cuda:0, 2", [0, 2], (0, "2")])
+def test_gpus_may_be_written_in_several_ways(devices: Any) -> None:
+    assert read_gpus(devices) == (0, 2)
+
+
+@pytest.mark.parametrize("devices", ["", "0,", "-1", "cpu,cpu", [], [True], [0.5], "0;1", "٣"])
+def test_what_is_no_gpu_is_refused(devices: Any) -> None:
+    with pytest.raises(SettingError, match=r"devices=.*expected the numbers of GPUs"):
+        Config(devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "gpus", "device", "num_ranks", "groups"),
+    [
+        (None, (), CUDA, 2, ((),)),
+        (3, (), CPU, 1, ((), (), ())),
+        (3, (), CUDA, 1, ((0,), (1,), (2,))),
+        (None, (3, 1), CUDA, 1, ((3,), (1,))),
+        (None, (0, 0), CUDA, 1, ((0,), (0,))),
+        (2, (), CUDA, 2, ((0, 1), (2, 3))),
+        (None, (0, 2, 1, 3), CUDA, 2, ((0, 2), (1, 3))),
+        (5, (), CUDA, 1, "replicas=5 need 5 GPUs, and this machine has 4. Give fewer; or, if several fit"),
+        (3, (), CUDA, 2, "replicas=3 of 2 ranks need 6 GPUs, and this machine has 4"),
+        (3, (0, 1), CUDA, 1, r"devices names 2 GPUs \(0, 1\), and replicas=3 need 3. Name as many, or change replicas"),
+        (None, (0, 1, 2), CUDA, 2, "2 ranks a replica need a multiple of 2. Name as many, or change parallel"),
+        (None, (0, 0, 1, 1), CUDA, 2, "the GPUs 0, 0, and each rank needs one of its own"),
+        (None, (3, 4, 9), CUDA, 1, "devices names GPU 4, 9, and torch finds 4 here, from 0 to 3"),
+        (None, (0, 1), CPU, 1, "devices names GPUs .* and the device is 'cpu'. Leave it out, and give replicas=2 for"),
+        (2, (), torch.device("cuda:1"), 1, "device='cuda:1' names one GPU, and devices or replicas choose others"),
+    ],
+)
+def test_gpus_are_divided_or_refused(replicas: Any, gpus: Any, device: Any, num_ranks: int, groups: Any) -> None:
+    if isinstance(groups, str):
+        with pytest.raises(SettingError, match=groups):
+            place_replicas(replicas, gpus, device, num_ranks, 4)
+    else:
+        assert place_replicas(replicas, gpus, device, num_ranks, 4) == groups
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+
+def test_settings_say_how_many_replicas_and_ranks_there_are(four_gpus: None, environment: pytest.MonkeyPatch) -> None:
+    assert Config("emoji").num_replicas == 1
+    ranks = Config("emoji", devices=[0, 1, 2, 3], ulysses_degree=2)  # type: ignore[arg-type]
+    assert (ranks.num_replicas, ranks.num_ranks, ranks.backend, ranks.gpus) == (2, 2, "nccl", ((0, 1), (2, 3)))
+    with pytest.raises(SettingError, match="8 ranks on this machine need a GPU each, and it has 4"):
+        Config("emoji", ulysses_degree=4, cfg_parallel_size=2)
+    for settings, share in (({}, False), ({"replicas": 2}, True), ({"devices": "1"}, False)):
+        offload = Config("emoji", offload="layerwise", **settings).attach_config.offload  # type: ignore[arg-type]
+        assert offload is not None
+        assert offload.share is share
+    environment.setenv("SAMOVAR_DEVICES", "3,2")
+    assert Config.read({}).gpus == ((3,), (2,))
+
+
+def test_a_worker_sees_only_its_gpus_and_the_environment_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    for visible, expected in ((None, "1"), ("4,5", "5"), ("GPU-aa, GPU-bb,GPU-cc", "GPU-bb")):
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        before = dict(os.environ)
+        with _environment(Config("emoji", device="cpu"), (1,)):
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+            assert os.environ["DIFFUSERS_DISABLE_REMOTE_CODE"]
+        assert dict(os.environ) == before

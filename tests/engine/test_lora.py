@@ -1,8 +1,7 @@
-"""A request with an adapter gets the bits that diffusers gives with that adapter alone, whatever ran before it."""
+"""Adapters give the bits that diffusers gives, in any order, with every feature, and come off without a trace."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -12,15 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from asking import ask, pixels, result_of, worker_of
 from safetensors.torch import load_file, save_file
 
 from pipelines import tiny_flux_pipeline
-from pipelines.adapters import TARGETS, save_adapter, save_adapters
-from samovar import Omni
+from pipelines.adapters import TARGETS, save_adapters
 from samovar.core.errors import ModelError, SettingError
-from samovar.engine import OmniDiffusionConfig, PipelineFacts, Request
-from samovar.engine.lora import Adapter, Adapters, fetch_adapter, read_choice
+from samovar.engine import OmniDiffusionConfig, Worker
+from samovar.engine.lora import Adapters, fetch_adapter
 from samovar.engine.models import load_pipeline
+from samovar.engine.request import read_adapters
 from simulated import SimulatedRecorder, recording_by
 
 CALL: dict[str, Any] = {"height": 16, "width": 32, "num_inference_steps": 10, "max_sequence_length": 8}
@@ -29,110 +29,113 @@ ORDERS: list[Any] = ["pixel", None, "ink", BOTH, "pixel", None]
 """What is asked for, one after the other, in one engine."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def lora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return save_adapters(tiny_flux_pipeline(), tmp_path_factory.mktemp("adapters"))
 
 
-def picture(pipe: Any, **changes: Any) -> Any:
-    """As the pipeline makes it without us."""
-    call: dict[str, Any] = {**CALL, **changes, "generator": torch.Generator().manual_seed(3)}
-    return np.asarray(pipe("a cat", **call).images[0])
+def bare(pipe: Any) -> Any:
+    """The image as the pipeline makes it without us."""
+    return np.asarray(pipe("a cat", generator=torch.Generator().manual_seed(3), **CALL).images[0])
 
 
-def diffusers_way(pipe: Any, lora: dict[str, str]) -> Mapping[str, Any]:
-    """The picture of each order by a bare pipeline, in which nothing else was ever loaded."""
+def diffusers_way(pipe: Any, lora: Mapping[str, str]) -> dict[str, Any]:
+    """The image of each order by a bare pipeline, in which nothing else was ever loaded."""
     made = {}
     for order in ORDERS:
-        chosen = read_choice(order)
+        chosen = read_adapters(order)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
             for name, _ in chosen:
                 pipe.load_lora_weights(lora[name], adapter_name=name)
         if chosen:
             pipe.set_adapters([name for name, _ in chosen], [scale for _, scale in chosen])
-        made[str(order)] = picture(pipe)
+        made[str(order)] = bare(pipe)
         pipe.unload_lora_weights()
-    assert len({each.tobytes() for each in made.values()}) == 4, "each adapter changes the picture"
+    assert len({each.tobytes() for each in made.values()}) == 4, "each adapter changes the image"
     return made
 
 
-@pytest.fixture(scope="session")
-def expected(lora: dict[str, str]) -> Mapping[str, Any]:
+@pytest.fixture(scope="module")
+def expected(lora: dict[str, str]) -> dict[str, Any]:
     return diffusers_way(tiny_flux_pipeline(), lora)
 
 
-def made_by(omni: Omni, order: Any) -> Any:
-    (result,) = omni.generate("a cat", lora=order, seed=3, **CALL)
-    assert result.lora == read_choice(order)
-    return np.asarray(result.images[0])
+def made_by(worker: Worker, order: Any) -> Any:
+    result = result_of(worker.make(ask(how={"lora": order}, **CALL)))
+    assert result.lora == read_adapters(order)
+    return pixels(result)
 
 
 def lora_layers(pipe: Any) -> list[str]:
     return [path for path, _ in pipe.transformer.named_modules() if "lora" in path]
 
 
-SKIPS_NOTHING = {"rel_l1_thresh": 0.0}
 TIGHT = {"offload": {"mode": "auto", "activations": 0, "device": "cpu"}, "gpu_memory": 105_000}
 SETTINGS: dict[str, dict[str, Any]] = {
     "bare": {},
-    "model": {"offload": "model"},
-    "layerwise": {"offload": "layerwise"},
+    "meeting": {"max_batch": 2},
+    "model": {"offload": "model", "max_batch": 2},
     "budget": TIGHT,
-    "cache": {"cache": SKIPS_NOTHING},
-    "cache and layerwise": {"cache": SKIPS_NOTHING, "offload": "layerwise"},
-    "one at a time": {"lora_memory": 7600},
-    "one at a time within a budget": {"lora_memory": 7600, **TIGHT},
-    "one at a time, cache and model": {"lora_memory": 7600, "cache": SKIPS_NOTHING, "offload": "model"},
+    "cache and layerwise": {"cache": {"rel_l1_thresh": 0.0}, "offload": "layerwise"},
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_an_adapter_gives_the_bits_of_diffusers(name: str, lora: dict[str, str], expected: Mapping[str, Any]) -> None:
     pipe = tiny_flux_pipeline()
-    with Omni(pipe, lora=lora, device="cpu", **SETTINGS[name]) as omni:
-        assert ("blocks stream" in str(omni.explain())) is ("budget" in name or "layerwise" in name)
-        assert omni.adapters == tuple(TARGETS)
-        for order in ORDERS:
-            if order is BOTH and "lora_memory" in SETTINGS[name]:
-                with pytest.raises(
-                    SettingError, match=r"the adapters have \d+ bytes together, and lora_memory is 7600"
-                ):
-                    made_by(omni, order)
-            else:
-                assert np.array_equal(made_by(omni, order), expected[str(order)]), order
+    worker = worker_of(pipe=pipe, lora=lora, **SETTINGS[name])
+    assert ("blocks stream" in str(worker.explain())) is ("budget" in name or "layerwise" in name)
+    assert worker.facts.adapters == tuple(TARGETS)
+    for order in ORDERS:
+        assert np.array_equal(made_by(worker, order), expected[str(order)]), order
+    worker.close()
     assert not lora_layers(pipe), "they come off again"
-    assert np.array_equal(picture(pipe), expected["None"])
+    assert np.array_equal(bare(pipe), expected["None"])
 
 
 CACHE_DIT = {"backend": "cache_dit", "Fn_compute_blocks": 1, "Bn_compute_blocks": 0, "max_warmup_steps": 3,
              "residual_diff_threshold": 0.3}  # fmt: skip
 
 
-@pytest.mark.parametrize("setting", [{"rel_l1_thresh": 0.3}, "auto", CACHE_DIT])
-def test_a_cache_that_skips_knows_nothing_of_other_adapters(lora: dict[str, str], setting: Any) -> None:
+@pytest.mark.parametrize("cache", [{"rel_l1_thresh": 0.3}, "auto", CACHE_DIT])
+def test_a_cache_that_skips_knows_nothing_of_other_adapters(lora: dict[str, str], cache: Any) -> None:
     """As in an engine that has served nobody else."""
-    cache = {"cache": setting}
     alone = {}
     for order in ("pixel", "ink", None):
-        with Omni(tiny_flux_pipeline(), lora=lora, device="cpu", **cache) as omni:
-            alone[order] = made_by(omni, order)
-    with Omni(tiny_flux_pipeline(), lora=lora, device="cpu", **cache) as omni:
-        for order in ("pixel", "ink", "pixel", None, "ink"):
-            assert np.array_equal(made_by(omni, order), alone[order]), order
-        (result,) = omni.generate("a cat", lora="ink", seed=3, **CALL)
-        assert setting is CACHE_DIT or result.cache[0].skipped > 0
+        worker = worker_of(pipe=tiny_flux_pipeline(), lora=lora, cache=cache)
+        alone[order] = made_by(worker, order)
+        worker.close()
+    worker = worker_of(pipe=tiny_flux_pipeline(), lora=lora, cache=cache)
+    for order in ("pixel", "ink", "pixel", None, "ink"):
+        assert np.array_equal(made_by(worker, order), alone[order]), order
+    result = result_of(worker.make(ask(how={"lora": "ink"}, **CALL)))
+    assert cache is CACHE_DIT or result.cache[0].skipped > 0
+    worker.close()
+
+
+def test_auto_skips_also_where_requests_with_other_adapters_come_in_between(lora: dict[str, str]) -> None:
+    worker = worker_of(pipe=tiny_flux_pipeline(), lora=lora, cache="auto", max_batch=4)
+    requests = [
+        ask(how={"lora": name, "tolerance": 1.0}, **{**CALL, "num_inference_steps": 14}) for name in (None, *lora)
+    ]
+    own = [result_of(worker.make(request)) for request in requests]
+    for alone, made in zip(own, map(result_of, worker.run(requests)), strict=True):
+        masks = [each.cache[0].denoisers["transformer"].branches["cond"].mask for each in (alone, made)]
+        assert masks[0] == masks[1]
+        assert "." in masks[0]
 
 
 def test_quantised_weights_take_adapters(lora: dict[str, str], folder: Path) -> None:
-    config = OmniDiffusionConfig(str(folder), device="cpu", quantization="int8", lora=lora, progress=False)
+    pytest.importorskip("torchao")
+    config = OmniDiffusionConfig(str(folder), device="cpu", quantization="int8", progress=False)
     pipe = load_pipeline(folder, torch.float32, quantization=config.quantised())
     pipe.set_progress_bar_config(disable=True)
     expected = diffusers_way(pipe, lora)
     for offload in (None, "layerwise"):
-        with Omni(str(folder), device="cpu", quantization="int8", lora=lora, progress=False, offload=offload) as omni:
-            for order in ORDERS:
-                assert np.array_equal(made_by(omni, order), expected[str(order)]), (offload, order)
+        worker = worker_of(folder, quantization="int8", lora=lora, offload=offload)
+        for order in ORDERS:
+            assert np.array_equal(made_by(worker, order), expected[str(order)]), (offload, order)
 
 
 @pytest.mark.slow
@@ -140,9 +143,8 @@ def test_weights_that_are_packed_into_one_dimension_take_them_too(lora: dict[str
     pytest.importorskip("sdnq")
     shares = {}
     for kind in (None, "int4"):
-        with Omni(str(folder), device="cpu", quantization=kind, lora=lora, progress=False) as omni:
-            made = {order: made_by(omni, order).astype(float) for order in (None, "pixel", "ink")}
-            assert np.array_equal(made_by(omni, None), made[None])
+        worker = worker_of(folder, quantization=kind, lora=lora)
+        made = {order: made_by(worker, order).astype(float) for order in (None, "pixel", "ink")}
         shares[kind] = {order: made[order] - made[None] for order in ("pixel", "ink")}
     for order, change in shares["int4"].items():
         angle = np.vdot(change, shares[None][order]) / np.linalg.norm(change) / np.linalg.norm(shares[None][order])
@@ -158,100 +160,27 @@ def test_what_peft_has_saved_is_taken(tmp_path: Path) -> None:
     model = get_peft_model(other.transformer, config)
     model.save_pretrained(tmp_path)
     other.transformer = model.base_model.model
-    with Omni(tiny_flux_pipeline(), lora={"a.b": tmp_path}, device="cpu") as omni:
-        assert np.array_equal(made_by(omni, "a.b"), picture(other))
-
-
-def test_a_switch_reads_no_file(tmp_path: Path, expected: Mapping[str, Any]) -> None:
-    mine = save_adapters(tiny_flux_pipeline(), tmp_path)
-    with Omni(tiny_flux_pipeline(), lora=mine, device="cpu") as omni:
-        shutil.rmtree(tmp_path)
-        for order in ("pixel", "ink", "pixel"):
-            assert np.array_equal(made_by(omni, order), expected[order])
-
-
-def test_the_least_recently_used_adapter_makes_room(tmp_path: Path) -> None:
-    pipe = tiny_flux_pipeline()
-    sources = {name: save_adapter(pipe, tmp_path / name, ["to_q"], seed) for seed, name in enumerate("abc")}
-    size = Adapters(pipe, {"a": sources["a"]}).bytes["a"]
-    pipe.unload_lora_weights()
-    adapters = Adapters(pipe, sources, 2 * size)
-    assert adapters._loaded == ["b", "c"]
-    for name, left in (("b", "cb"), ("a", "ba"), ("b", "ab"), ("c", "bc")):
-        adapters.use((Adapter(name),))
-        assert "".join(adapters._loaded) == left
-        assert set(pipe.get_list_adapters()["transformer"]) == {adapters._inner[each] for each in left}
-        assert adapters.loaded_bytes == 2 * size
-    (tmp_path / "a" / "pytorch_lora_weights.safetensors").touch()
-    with pytest.raises(ModelError, match=r"The adapter 'a', .* has changed since it was registered"):
-        adapters.use((Adapter("a"),))
+    worker = worker_of(pipe=tiny_flux_pipeline(), lora={"a.b": tmp_path})
     shutil.rmtree(tmp_path)
-    with pytest.raises(ModelError, match=r"The adapter 'a', .* cannot be loaded"):
-        adapters.use((Adapter("a"),))
-    adapters.use((Adapter("b"),))
-    assert pipe.get_active_adapters() == ["samovar_1"], "a file that is gone costs one request"
+    assert np.array_equal(made_by(worker, "a.b"), bare(other)), "a switch reads no file"
 
 
-@pytest.mark.parametrize(
-    ("order", "message"),
-    [
-        ("pixle", "lora: 'pixle' is not a registered adapter. Did you mean 'pixel'"),
-        ("/etc/passwd", "is not a registered adapter"),
-        (["pixel", "pixel"], "'pixel' is given twice"),
-        (7, "lora=7; expected the name of an adapter"),
-        ({"scale": 1.0}, "expected the name of an adapter"),
-        ({"name": "pixel", "path": "x"}, "'path' is not a part of an adapter in lora"),
-        ({"name": "pixel", "scale": "1"}, "the scale of 'pixel' must be a number, not '1'"),
-        ({"name": "pixel", "scale": float("nan")}, "the scale of 'pixel' must be a number, not nan"),
-        ({"name": "pixel", "scale": True}, "must be a number, not True"),
-    ],
-)
-def test_what_cannot_be_asked_for_is_refused(order: Any, message: str) -> None:
-    facts = PipelineFacts("Pipeline", frozenset(), 16, adapters={"pixel": 1, "ink": 1})
-    with pytest.raises(SettingError, match=message):
-        facts.check(Request("", lora=order))
-
-
-def test_without_adapters_the_setting_is_named() -> None:
-    with pytest.raises(SettingError, match=r"'pixel' is not a registered adapter. None is registered: see the setting"):
-        PipelineFacts("Pipeline", frozenset(), 16).check(Request("", lora="pixel"))
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("pixel", "lora='pixel'; expected files or folders by name"),
-        ({"": "x"}, "'' is not a name for an adapter"),
-        ({"a": 3}, "'a' must be a file or a folder, not 3"),
-        ({"a": "nowhere.bin"}, "which is not a .safetensors file"),
-        ({"a": "/no/where/x.safetensors"}, "which is not a .safetensors file"),
-    ],
-)
-def test_adapters_that_cannot_be_are_refused_before_anything_is_loaded(setting: Any, message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        OmniDiffusionConfig("emoji", device="cpu", lora=setting)
-
-
-def test_a_folder_must_say_which_file(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"has no .safetensors file"):
-        OmniDiffusionConfig("emoji", device="cpu", lora={"a": tmp_path})
-    for name in ("one", "two"):
-        save_file({"x": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
-    with pytest.raises(SettingError, match=r"has 'one.safetensors', 'two.safetensors'. Name one file"):
-        OmniDiffusionConfig("emoji", device="cpu", lora={"a": tmp_path})
-    with pytest.raises(SettingError, match="lora_memory='much'; expected a size"):
-        OmniDiffusionConfig("emoji", device="cpu", lora_memory="much")
-
-
-def test_an_adapter_of_the_hub_is_found_in_the_local_cache(
+def test_a_folder_must_say_which_file_and_the_hub_is_looked_up_in_its_cache(
     lora: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(SettingError, match=r"has no .safetensors file"):
+        OmniDiffusionConfig("emoji", device="cpu", lora={"a": empty})
+    for name in ("one", "two"):
+        save_file({"x": torch.zeros(1)}, empty / f"{name}.safetensors")
+    with pytest.raises(SettingError, match=r"has 'one.safetensors', 'two.safetensors'. Name one file"):
+        OmniDiffusionConfig("emoji", device="cpu", lora={"a": empty})
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    revision = "0" * 40
-    kept = tmp_path / "models--me--pixel" / "snapshots" / revision
+    kept = tmp_path / "models--me--pixel" / "snapshots" / ("0" * 40)
     shutil.copytree(lora["pixel"], kept)
     (tmp_path / "models--me--pixel" / "refs").mkdir()
-    (tmp_path / "models--me--pixel" / "refs" / "main").write_text(revision)
+    (tmp_path / "models--me--pixel" / "refs" / "main").write_text("0" * 40)
     file = kept / "pytorch_lora_weights.safetensors"
     for source in ("me/pixel", f"me/pixel/{file.name}"):
         assert fetch_adapter("pixel", source) == file
@@ -259,10 +188,7 @@ def test_an_adapter_of_the_hub_is_found_in_the_local_cache(
         fetch_adapter("other", "me/other")
 
 
-def broken(lora: dict[str, str], folder: Path, change: Any) -> dict[str, Path]:
-    file = folder / "x.safetensors"
-    save_file(change(load_file(Path(lora["pixel"]) / "pytorch_lora_weights.safetensors")), file)
-    return {"x": file}
+NORM = "transformer.transformer_blocks.0.attn.norm_q.weight"
 
 
 @pytest.mark.parametrize(
@@ -271,101 +197,74 @@ def broken(lora: dict[str, str], folder: Path, change: Any) -> dict[str, Path]:
         (lambda w: {f"unet.{name}": tensor for name, tensor in w.items()}, "has no weights for this FluxPipeline"),
         (lambda w: w | {"transformer.nothing.lora_A.weight": torch.zeros(2, 16)}, "The adapter 'x', .*"),
         (lambda w: {name: tensor[..., :1].contiguous() for name, tensor in w.items()}, "cannot be loaded"),
+        (lambda w: w | {NORM: torch.full((8,), 2.0)}, "changes weights of the model itself"),
     ],
-    ids=["another model", "unknown layers", "other shapes"],
+    ids=["another model", "unknown layers", "other shapes", "as control adapters of FLUX do"],
 )
 def test_an_adapter_that_does_not_fit_is_refused_at_the_start(
-    lora: dict[str, str], tmp_path: Path, change: Any, message: str
+    lora: dict[str, str], tmp_path: Path, expected: Mapping[str, Any], change: Any, message: str
+) -> None:
+    file, pipe = tmp_path / "x.safetensors", tiny_flux_pipeline()
+    save_file(change(load_file(Path(lora["pixel"]) / "pytorch_lora_weights.safetensors")), file)
+    with pytest.raises(ModelError, match=message):
+        worker_of(pipe=pipe, lora={"x": file})
+    assert not lora_layers(pipe)
+    assert np.array_equal(bare(pipe), expected["None"])
+
+
+def test_what_cannot_have_adapters_is_refused_and_left_alone(
+    lora: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe = tiny_flux_pipeline()
-    with pytest.raises(ModelError, match=message):
-        Omni(pipe, lora=broken(lora, tmp_path, change), device="cpu")
+    with pytest.raises(SettingError, match="is not enough"):
+        worker_of(pipe=pipe, lora=lora, **{**TIGHT, "gpu_memory": 10_000})
     assert not lora_layers(pipe)
-
-
-def test_an_adapter_that_changes_the_model_itself_is_refused(lora: dict[str, str], tmp_path: Path) -> None:
-    """As control adapters of FLUX do with its norms: diffusers overwrites them."""
-    name = "transformer.transformer_blocks.0.attn.norm_q.weight"
-    sources = broken(lora, tmp_path, lambda weights: weights | {name: torch.full((8,), 2.0)})
-    pipe = tiny_flux_pipeline()
-    before = picture(pipe)
-    with pytest.raises(ModelError, match="changes weights of the model itself"):
-        Omni(pipe, lora=sources, device="cpu")
-    assert np.array_equal(picture(pipe), before)
-
-
-def test_a_pipeline_with_adapters_of_its_own_is_refused(lora: dict[str, str]) -> None:
-    pipe = tiny_flux_pipeline()
     pipe.load_lora_weights(lora["ink"], adapter_name="theirs")
     with pytest.raises(SettingError, match=r"has adapters already: 'theirs'. Take them off first"):
-        Omni(pipe, lora=lora, device="cpu")
+        worker_of(pipe=pipe, lora=lora)
     assert pipe.get_active_adapters() == ["theirs"]
-
-
-def test_without_peft_it_says_what_to_install(lora: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingError, match="object takes no LoRA adapters"):
+        Adapters(object(), lora)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SettingError, match=r"lora needs peft, which is not installed: pip install peft"):
         Adapters(object(), lora)
-
-
-def test_an_adapter_larger_than_the_memory_for_all_is_refused(lora: dict[str, str]) -> None:
-    with pytest.raises(SettingError, match=r"lora_memory=1100 bytes is too little for the adapter 'pixel', which has"):
-        Omni(tiny_flux_pipeline(), lora=lora, lora_memory=1100, device="cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in SETTINGS if "budget" not in name])
 def test_a_gpu_gives_the_bits_of_diffusers(name: str, lora: dict[str, str]) -> None:
     expected = diffusers_way(tiny_flux_pipeline().to("cuda"), lora)
-    with Omni(tiny_flux_pipeline(), lora=lora, device="cuda", **SETTINGS[name]) as omni:
-        for order in ORDERS:
-            if order is not BOTH or "lora_memory" not in SETTINGS[name]:
-                assert np.array_equal(made_by(omni, order), expected[str(order)]), order
+    worker = worker_of(pipe=tiny_flux_pipeline(), lora=lora, **SETTINGS[name] | {"device": "cuda"})
+    for order in ORDERS:
+        assert np.array_equal(made_by(worker, order), expected[str(order)]), order
 
 
 @pytest.mark.slow
 def test_compiled_blocks_follow_a_switch(lora: dict[str, str], expected: Mapping[str, Any]) -> None:
-    with Omni(tiny_flux_pipeline(), lora=lora, device="cpu", compile="eager") as omni:
-        for order in ("pixel", None, "ink", "pixel"):
-            assert np.array_equal(made_by(omni, order), expected[str(order)]), order
+    worker = worker_of(pipe=tiny_flux_pipeline(), lora=lora, compile="eager")
+    for order in ("pixel", None, "ink", "pixel"):
+        assert np.array_equal(made_by(worker, order), expected[str(order)]), order
 
 
-def test_replayed_forwards_follow_a_switch(lora: dict[str, str], expected: Mapping[str, Any]) -> None:
-    simulated = recording_by(SimulatedRecorder(), torch.device("cpu"))
-    with simulated, Omni(tiny_flux_pipeline(), lora=lora, device="cpu", compile="graphs") as omni:
-        for order in ORDERS:
-            assert np.array_equal(made_by(omni, order), expected[str(order)]), order
-        assert "52 calls replayed, 8 run" in str(omni.explain())
-
-
-def test_scales_that_others_ask_for_cost_nobody_a_recording(lora: dict[str, str]) -> None:
+def test_replayed_forwards_follow_a_switch_and_scales_of_others_cost_no_recording(
+    lora: dict[str, str], expected: Mapping[str, Any]
+) -> None:
     def run() -> int:
-        return int(str(omni.explain()).split(" calls replayed, ")[1].split(" run")[0])
+        return int(str(worker.explain()).split(" calls replayed, ")[1].split(" run")[0])
 
-    simulated = recording_by(SimulatedRecorder(), torch.device("cpu"))
-    with simulated, Omni(tiny_flux_pipeline(), lora=lora, device="cpu", compile="graphs") as omni:
+    with recording_by(SimulatedRecorder(), torch.device("cpu")):
+        worker = worker_of(pipe=tiny_flux_pipeline(), lora=lora, compile="graphs")
+        for order in ORDERS:
+            assert np.array_equal(made_by(worker, order), expected[str(order)]), order
+        assert "52 calls replayed, 8 run" in str(worker.explain())
         for order in (None, "ink"):
-            made_by(omni, order)
+            made_by(worker, order)
         before = run()
         for scale in (0.5, 0.25):
-            made_by(omni, {"name": "pixel", "scale": scale})
+            made_by(worker, {"name": "pixel", "scale": scale})
             with_scale = run()
             assert with_scale == before + 2, "that is another form"
             for order in (None, "ink"):
-                made_by(omni, order)
+                made_by(worker, order)
             before = run()
             assert before == with_scale
-
-
-def test_what_cannot_be_attached_leaves_no_adapters(lora: dict[str, str]) -> None:
-    pipe = tiny_flux_pipeline()
-    with pytest.raises(SettingError, match="is not enough"):
-        Omni(pipe, lora=lora, **{**TIGHT, "gpu_memory": 10_000})
-    assert not lora_layers(pipe)
-
-
-def test_settings_of_a_file_name_adapters(lora: dict[str, str], tmp_path: Path) -> None:
-    file = tmp_path / "samovar.json"
-    file.write_text(json.dumps({"lora": lora, "lora_memory": "1MiB", "device": "cpu"}))
-    config = OmniDiffusionConfig.read({}, file)
-    assert (config.lora, config.lora_bytes) == (lora, 2**20)

@@ -7,75 +7,49 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from asking import generate
+from asking import ask, pixels, result_of, together, worker_of
 
 from pipelines import tiny_flux_pipeline
 from pipelines.adapters import save_adapters
-from samovar import OmniDiffusionSamplingParams
-from samovar.core.errors import CancelledRequestError, SamovarError, SettingError
-from samovar.engine import GenerationResult, Listener, OmniDiffusionConfig, Progress, Request, Worker
-from samovar.engine.meeting import Meeting
-from samovar.engine.request import SILENT
+from pipelines.builder import build
+from pipelines.recipes import RECIPES
+from samovar.core.errors import CancelledRequestError, SettingError
+from samovar.engine import GenerationResult, Listener, Progress, Worker
+from samovar.engine.meeting import CHANGES_PER_WAIT, Call, Meeting, choose_role
 from samovar.hooks import HookRegistry, ModelHook
+from simulated import SimulatedRecorder, recording_by
 
 ONE_LEVEL = 1
 """Of 255: what rounding may change in a pixel."""
 
 
-def worker_of(folder: Path | None = None, pipe: Any = None, **settings: Any) -> Worker:
-    """A worker on the tiny model, whose requests meet unless the settings say otherwise."""
-    how = {"device": "cpu", "progress": False, "max_batch": 4, **settings}
-    return Worker(OmniDiffusionConfig(*([] if folder is None else [str(folder)]), **how), pipe)
-
-
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Worker:
-    return worker_of(folder, max_batch=1)
+    return worker_of(folder)
 
 
 @pytest.fixture(scope="module")
 def meeting(folder: Path) -> Iterator[Worker]:
-    worker = worker_of(folder)
-    generate(worker, "a cat", OmniDiffusionSamplingParams(seed=1))  # After its calls, others may come in between.
+    worker = worker_of(folder, max_batch=4)
+    worker.make(ask())  # After its calls, others may come in between.
     yield worker
     worker.close()
 
 
-def ask(prompt: str = "a cat", *, how: dict[str, Any] | None = None, **params: Any) -> Request:
-    return Request(
-        prompt, OmniDiffusionSamplingParams(**{"seed": 3, "num_inference_steps": 5, **params}), **(how or {})
-    )
-
-
-def images(outcome: Any) -> list[Any]:
-    if isinstance(outcome, SamovarError):
-        raise outcome
-    return [np.asarray(image).astype(int) for image in outcome.images]
-
-
 def assert_near(outcome: Any, other: Any) -> None:
-    pairs = zip(images(outcome), images(other), strict=True)
-    assert max(np.abs(one - two).max() for one, two in pairs) <= ONE_LEVEL
+    one, two = result_of(outcome), result_of(other)
+    assert max(np.abs(pixels(one, i) - pixels(two, i)).max() for i in range(len(two.images))) <= ONE_LEVEL
 
 
-def num_merged(worker: Worker) -> int:
+def met(worker: Worker) -> Meeting:
     assert worker._meeting is not None
-    return worker._meeting.num_merged
-
-
-def together(tasks: list[Callable[[], Any]]) -> None:
-    """Call these in threads of their own, all of them begun before any goes on."""
-    gate = threading.Barrier(len(tasks))
-    threads = [threading.Thread(target=lambda task=task: (gate.wait(), task())) for task in tasks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    return worker._meeting
 
 
 def test_mixed_requests_are_what_they_are_alone(meeting: Worker, alone: Worker) -> None:
@@ -92,63 +66,59 @@ def test_mixed_requests_are_what_they_are_alone(meeting: Worker, alone: Worker) 
         )
         for number in range(12)
     ]
-    before, threads = num_merged(meeting), set(threading.enumerate())
+    before, threads = met(meeting).num_merged, set(threading.enumerate())
     for request, result in zip(requests, meeting.run(requests), strict=True):
         assert_near(result, alone.make(request))
         assert isinstance(result, GenerationResult)
         assert result.seeds == request.seeds
-    assert num_merged(meeting) > before + 20
+    assert met(meeting).num_merged > before + 20
     assert {each for each in threading.enumerate() if "samovar" in each.name} <= threads, "none is left"
     assert meeting._pipelines.qsize() == meeting.max_runs
 
 
 def test_a_request_alone_has_the_bits_of_the_pipeline_before_and_after_others(meeting: Worker) -> None:
-    pipe = tiny_flux_pipeline()
-    pipe.set_progress_bar_config(disable=True)
     call = {"height": 16, "width": 32, "num_inference_steps": 5, "max_sequence_length": 8}
-    bare = np.asarray(pipe("a cat", generator=torch.Generator().manual_seed(3), **call).images[0])
+    bare = np.asarray(tiny_flux_pipeline()("a cat", generator=torch.Generator().manual_seed(3), **call).images[0])
     for _ in range(2):
-        assert np.array_equal(images(meeting.make(ask()))[0], bare)
+        assert np.array_equal(pixels(meeting.make(ask())), bare)
         meeting.run([ask(seed=number) for number in range(4)])
 
 
 def test_the_first_that_meet_have_the_bits_of_each_alone(folder: Path, alone: Worker) -> None:
-    worker = worker_of(folder)
-    generate(worker, "a cat", OmniDiffusionSamplingParams(seed=1, num_inference_steps=2))
+    worker = worker_of(folder, max_batch=4)
+    worker.make(ask(num_inference_steps=2))
     requests = [ask(seed=number, num_inference_steps=1) for number in range(3)]
     for request, result in zip(requests, worker.run(requests), strict=True):
-        assert np.array_equal(images(result)[0], images(alone.make(request))[0])
+        assert np.array_equal(pixels(result), pixels(alone.make(request)))
     worker.close()
 
 
 class Shared:
     """Attention in which each row sees the keys of the first row too, as with StyleAligned."""
 
-    def __init__(self, inner: Any, weight: float) -> None:
-        self.inner, self.weight = inner, weight
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
 
     def __call__(self, attn: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        mixed = hidden_states + self.weight * (hidden_states[:1] - hidden_states)
-        return self.inner(attn, mixed, *args, **kwargs)
+        return self.inner(attn, (hidden_states + hidden_states[:1]) / 2, *args, **kwargs)
 
 
 def test_rows_that_see_each_other_are_found_and_not_merged_also_when_that_changes(alone: Worker) -> None:
     pipe = tiny_flux_pipeline()
-    pipe.set_progress_bar_config(disable=True)
-    params = OmniDiffusionSamplingParams(height=16, width=32, max_sequence_length=8)
-    requests = [Request("a cat", replace(params, seed=n, num_inference_steps=3 + n)) for n in range(4)]
-    worker = worker_of(pipe=pipe)
-    worker.run(requests[:1])
-    plain = [images(alone.make(request))[0] for request in requests]
+    size = {"height": 16, "width": 32, "max_sequence_length": 8}
+    requests = [ask(**size, seed=n, num_inference_steps=3 + n) for n in range(4)]
+    worker = worker_of(pipe=pipe, max_batch=4)
+    worker.make(requests[0])
+    plain = [alone.make(request) for request in requests]
     for result, own in zip(worker.run(requests), plain, strict=True):
-        assert np.abs(images(result)[0] - own).max() <= ONE_LEVEL
-    merged = num_merged(worker)
+        assert_near(result, own)
+    merged = met(worker).num_merged
     assert merged
     for block in pipe.transformer.transformer_blocks:
-        block.attn.processor = Shared(block.attn.processor, 0.5)
+        block.attn.processor = Shared(block.attn.processor)
     for result, own in zip(worker.run(requests), plain, strict=True):
-        assert np.abs(images(result)[0] - own).max() <= ONE_LEVEL, "alone, a row sees itself alone"
-    assert num_merged(worker) == merged
+        assert_near(result, own)  # Alone, a row sees itself alone.
+    assert met(worker).num_merged == merged
     worker.close()
 
 
@@ -165,14 +135,14 @@ def test_a_model_that_keeps_something_from_step_to_step_serves_one_at_a_time() -
             return self.inner(*args)
 
     pipe = tiny_flux_pipeline()
-    pipe.set_progress_bar_config(disable=True)
     pipe.transformer.x_embedder = Counting(pipe.transformer.x_embedder)
-    worker = worker_of(pipe=pipe)
-    params = {"height": 16, "width": 16, "max_sequence_length": 8}
-    assert not any(isinstance(each, SamovarError) for each in worker.run([ask(**params, seed=n) for n in range(3)]))
-    assert num_merged(worker) == 0
-    why = "one request at a time: transformer.x_embedder keeps something from step to step"
-    assert why in str(worker.explain())
+    worker = worker_of(pipe=pipe, max_batch=4)
+    for outcome in worker.run([ask(height=16, width=16, max_sequence_length=8, seed=n) for n in range(3)]):
+        result_of(outcome)
+    assert met(worker).num_merged == 0
+    why = "transformer.x_embedder keeps something from step to step"
+    assert f"one request at a time: {why}" in str(worker.explain())
+    assert worker.usage().alone == why, "which /ready says"
     worker.close()
 
 
@@ -180,7 +150,8 @@ def test_a_model_that_keeps_something_from_step_to_step_serves_one_at_a_time() -
     ("settings", "why"),
     [
         ({"max_batch": 1}, "max_batch is 1"),
-        ({"cache": "tea_cache"}, "this cache decides inside of the model"),
+        ({"max_batch": 4, "cache": "tea_cache"}, "this cache decides inside of the model"),
+        ({"max_batch": 4, "compile": "eager"}, "compiled blocks are made for the sizes of one request"),
     ],
 )
 def test_where_requests_cannot_meet_it_says_why(folder: Path, settings: dict[str, Any], why: str) -> None:
@@ -191,23 +162,22 @@ def test_where_requests_cannot_meet_it_says_why(folder: Path, settings: dict[str
 
 
 def test_auto_decides_for_each_as_alone(folder: Path) -> None:
-    worker = worker_of(folder, cache="auto")
+    worker = worker_of(folder, cache="auto", max_batch=4)
     requests = [ask(seed=3, num_inference_steps=12), ask("an owl with a hat", seed=9, num_inference_steps=15)]
     requests = [*(replace(request, tolerance=1.0) for request in requests), replace(requests[0], exact=True)]
-    own = [worker.make(request) for request in requests]
+    own = [result_of(worker.make(request)) for request in requests]
     told: list[list[bool | None]] = [[] for _ in requests]
-    made: dict[int, Any] = {}
 
-    def make(number: int) -> None:
+    def make(number: int) -> Any:
         def note(event: Any) -> None:
             if isinstance(event, Progress):
                 told[number].append(event.is_computed)
 
-        made[number] = worker.make(requests[number], Listener(note, lambda: False))
+        return worker.make(requests[number], Listener(note, lambda: False))
 
-    together([lambda number=number: make(number) for number in range(3)])  # type: ignore[misc]
-    for number, alone in enumerate(own):
-        assert_near(made[number], alone)
+    made = [result_of(each) for each in together([lambda n=n: make(n) for n in range(3)])]  # type: ignore[misc]
+    for number in range(3):
+        assert_near(made[number], own[number])
     for number in range(2):
         mine, theirs = (
             each.cache[0].denoisers["transformer"].branches["cond"].mask for each in (made[number], own[number])
@@ -219,34 +189,53 @@ def test_auto_decides_for_each_as_alone(folder: Path) -> None:
     worker.close()
 
 
-@pytest.mark.parametrize("offload", ["model", "layerwise"])
-def test_streamed_weights_are_paid_once_for_all(folder: Path, alone: Worker, offload: str) -> None:
-    worker = worker_of(folder, offload=offload)
-    requests = [ask(seed=number) for number in range(4)]
-    worker.run(requests)  # They are compared with each alone.
-    start = worker.usage().bytes_moved
-    results = worker.run(requests)
-    merged = worker.usage().bytes_moved - start
-    for request, result in zip(requests, results, strict=True):
-        assert_near(result, alone.make(request))
-    start = worker.usage().bytes_moved
-    for request in requests:
-        worker.make(request)
-    assert merged < (worker.usage().bytes_moved - start) / (2 if offload == "layerwise" else 0.9)
-    worker.close()
+def test_graphs_and_quantised_weights_meet_too(folder: Path, alone: Worker) -> None:
+    requests = [ask(seed=number, num_inference_steps=8) for number in range(4)]
+    with recording_by(SimulatedRecorder(), torch.device("cpu")):
+        worker = worker_of(folder, max_batch=4, compile="graphs")
+        for _ in range(3):
+            for request, result in zip(requests, worker.run(requests), strict=True):
+                assert_near(result, alone.make(request))
+        assert met(worker).num_merged
+        assert " calls replayed" in str(worker.explain())
+        worker.close()
+    pytest.importorskip("torchao")
+    worker, single = (worker_of(folder, max_batch=count, quantization="int8") for count in (4, 1))
+    for _ in range(2):
+        for request, result in zip(requests, worker.run(requests), strict=True):
+            assert_near(result, single.make(request))
+    assert met(worker).num_merged
 
 
 def test_other_adapters_do_not_merge(folder: Path, tmp_path: Path) -> None:
     lora = save_adapters(tiny_flux_pipeline(), tmp_path)
-    worker = worker_of(folder, lora=lora)
-    names = [None, *lora][:3]
-    requests = [ask(seed=number, how={"lora": name}) for number in range(2) for name in names]
+    worker = worker_of(folder, max_batch=4, lora=lora)
+    requests = [ask(seed=number, how={"lora": name}) for number in range(2) for name in (None, *lora)]
     own = [worker.make(request) for request in requests]
     for _ in range(2):
         for result, alone in zip(worker.run(requests), own, strict=True):
             assert_near(result, alone)
-    assert num_merged(worker)
-    assert len({images(each)[0].tobytes() for each in own[:3]}) == 3
+    assert met(worker).num_merged
+    assert len({pixels(each).tobytes() for each in own[:3]}) == 3
+    worker.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pipelines_without_callbacks_tell_each_its_own_steps() -> None:
+    import diffusers
+
+    worker = worker_of(pipe=build(diffusers.PixArtSigmaPipeline, RECIPES["PixArtSigmaPipeline"]), max_batch=4)
+    size = {"height": 32, "width": 32, "options": {"use_resolution_binning": False}}
+    requests = [ask(**size, seed=number, num_inference_steps=2 + number) for number in range(3)]
+    own, told = [worker.make(request) for request in requests], [list[int]() for _ in requests]
+
+    def make(number: int) -> Any:
+        note = lambda event: told[number].append(event.step) if isinstance(event, Progress) else None  # noqa: E731
+        return worker.make(requests[number], Listener(note, lambda: False))
+
+    for made, alone in zip(together([lambda n=n: make(n) for n in range(3)]), own, strict=True):  # type: ignore[misc]
+        assert_near(made, alone)
+    assert told == [list(range(1, 3 + number)) for number in range(3)]
     worker.close()
 
 
@@ -264,29 +253,26 @@ def test_one_that_fails_or_is_cancelled_takes_no_other_with_it(meeting: Worker, 
             steps.append(event.step)
             has_begun.set()
 
-    good = ask(seed=1, num_inference_steps=9)
-    other = ask("a dog", seed=4, num_inference_steps=7)
-    tasks = {
-        "good": lambda: meeting.make(good, Listener(leave, lambda: False)),
-        "refused": lambda: meeting.make(ask(height=18)),
-        "too long": lambda: meeting.make(ask(max_sequence_length=999)),
-        "no list": lambda: meeting.make(ask(options={"sigmas": 1})),
-        "other": lambda: meeting.make(other),
-    }
+    good, other = ask(seed=1, num_inference_steps=9), ask("a dog", seed=4, num_inference_steps=7)
     long = ask(seed=2, num_inference_steps=500)
     first = threading.Thread(target=lambda: made.update(cancelled=meeting.make(long, Listener(note, is_left.is_set))))
     first.start()  # Begun before the others, it comes to the denoiser before them at each step.
     has_begun.wait()
-    together([lambda name=name: made.update({name: tasks[name]()}) for name in tasks])  # type: ignore[misc]
+    outcomes = together(
+        [
+            lambda: meeting.make(good, Listener(leave, lambda: False)),
+            lambda: meeting.make(other),
+            lambda: meeting.make(ask(height=18)),
+            lambda: meeting.make(ask(max_sequence_length=999)),
+        ]
+    )
     first.join()
     assert isinstance(made["cancelled"], CancelledRequestError)
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) < 500
-    assert isinstance(made["refused"], SettingError)
-    assert "refuses these settings" in str(made["too long"])
-    assert isinstance(made["no list"], SettingError), "a mistake of whoever asks, not of the engine"
-    assert_near(made["good"], alone.make(good))
-    assert_near(made["other"], alone.make(other))
+    assert all(isinstance(each, SettingError) for each in outcomes[2:])
+    assert_near(outcomes[0], alone.make(good))
+    assert_near(outcomes[1], alone.make(other))
     assert meeting._pipelines.qsize() == meeting.max_runs
 
 
@@ -311,18 +297,19 @@ def test_a_merged_call_that_fails_is_computed_one_by_one(meeting: Worker, alone:
 
 
 def test_higher_priorities_go_first_and_all_others_take_turns(meeting: Worker) -> None:
-    """Of six with room for four at a time, the one with a priority is never left out."""
+    """Of six with room for four at a time, the one with a priority is never left out; a short one is not stuck."""
     order: list[int] = []
 
     def make(number: int) -> None:
-        listener = Listener(lambda event: order.append(number), SILENT.is_cancelled)
-        meeting.make(ask(seed=number, num_inference_steps=12), listener, priority=int(number == 5))
+        request = ask(seed=number, num_inference_steps=3 if number == 4 else 16, how={"priority": int(number == 5)})
+        meeting.make(request, Listener(lambda event: order.append(number), lambda: False))
 
     together([lambda number=number: make(number) for number in range(6)])  # type: ignore[misc]
-    last = {number: len(order) - order[::-1].index(number) for number in range(6)}
-    assert last[5] == min(last.values())
-    counts = {number: order[: len(order) // 2].count(number) for number in range(5)}
-    assert max(counts.values()) - min(counts.values()) <= 3, "none waits for another to end"
+    ends = {number: len(order) - order[::-1].index(number) for number in range(6)}
+    assert ends[5] == min(ends[number] for number in (0, 1, 2, 3, 5)), "no one else's last step is before its last"
+    assert ends[4] < min(ends[number] for number in range(4)), "the short one"
+    counts = [order[: ends[5]].count(number) for number in range(4)]
+    assert max(counts) - min(counts) <= 3, "none waits for another to end"
 
 
 def test_what_a_run_draws_without_its_generator_is_its_own(folder: Path) -> None:
@@ -334,7 +321,7 @@ def test_what_a_run_draws_without_its_generator_is_its_own(folder: Path) -> None
 
         return noisy
 
-    worker = worker_of(folder)
+    worker = worker_of(folder, max_batch=4)
     for pipeline in list(worker._pipelines.queue):
         pipeline.scheduler.step = noisy_step(pipeline.scheduler.step)
     requests = [ask(seed=number, num_inference_steps=3 + number) for number in range(4)]
@@ -363,16 +350,100 @@ class Tiny(torch.nn.Module):
 def test_one_time_for_all_rows_is_no_hindrance() -> None:
     model = Tiny()
     calls = [(torch.randn(2, 3, 4), torch.tensor(float(time)), torch.randn(2, 3, 4)) for time in range(4)]
-    alone = [model(*call) for call in calls]
-    met: dict[int, list[torch.Tensor]] = {}
+
+    def run(number: int) -> list[torch.Tensor]:
+        with torch.no_grad(), meeting.member():
+            return [model(*calls[number]) for _ in range(5)]
+
+    with Meeting({"denoiser": [model]}, {"unet": model}, 4) as meeting:
+        outputs = together([lambda number=number: run(number) for number in range(4)])  # type: ignore[misc]
+        assert meeting.num_merged > 8
+    for call, of_run in zip(calls, outputs, strict=True):
+        assert all(torch.allclose(output, model(*call), atol=1e-6) for output in of_run)
+
+
+# ------------------------------------------------------------------------------------------------ phases and memory
+
+
+@pytest.mark.parametrize("offload", ["model", "layerwise"])
+def test_streamed_weights_are_paid_once_for_all(folder: Path, alone: Worker, offload: str) -> None:
+    worker = worker_of(folder, max_batch=4, offload=offload)
+    requests = [ask(seed=number) for number in range(4)]
+    worker.run(requests)  # They are compared with each alone.
+
+    def moved(serve: Callable[[], Any]) -> tuple[int, Any]:
+        start = worker.usage().bytes_moved
+        made = serve()
+        return worker.usage().bytes_moved - start, made
+
+    merged, results = moved(lambda: worker.run(requests))
+    apart, _ = moved(lambda: [worker.make(request) for request in requests])
+    for request, result in zip(requests, results, strict=True):
+        assert_near(result, alone.make(request))
+    assert merged < apart / 2
+    worker.close()
+
+
+def call(role: str, number: int, since: float, priority: int = 0, deadline: float = float("inf")) -> Call:
+    member: Any = SimpleNamespace(priority=priority, deadline=deadline)
+    return Call(member, role, number, since)
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ([call("denoiser", 1, 9.0), call("encoder", 2, 9.0)], "denoiser"),  # A change is not worth it yet.
+        ([call("encoder", 2, 9.0), call("vae", 1, 9.0)], "vae"),  # Nothing is left to do here.
+        ([call("denoiser", 1, 9.0), call("encoder", 2, 9.9 - CHANGES_PER_WAIT)], "encoder"),  # It has waited enough.
+        ([call("denoiser", 1, 9.0), call("encoder", 2, 9.0, priority=1)], "encoder"),
+        ([call("denoiser", 1, 9.0, priority=1), call("encoder", 2, 9.0, priority=1)], "denoiser"),
+        ([call("denoiser", 1, 9.0), call("vae", 2, 9.0, deadline=9.5)], "vae"),
+    ],
+)
+def test_a_phase_goes_on_until_another_is_worth_a_change(calls: list[Call], expected: str) -> None:
+    assert choose_role(calls, "denoiser", now=10.0, change_s=1.0) == expected
+
+
+def test_requests_that_come_one_by_one_do_not_thrash(
+    folder: Path, alone: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each comes while others denoise: its prompt waits until a change is worth it, and so do finished latents."""
+    monkeypatch.setattr("samovar.engine.meeting.CHANGES_PER_WAIT", 1e9)
+    worker = worker_of(folder, max_batch=4, offload="model")
+    worker.run([ask("warm", seed=number) for number in range(2)])
+    requests = [ask(f"a cat {number}", seed=number, num_inference_steps=9 + number) for number in range(4)]
+    first, before = threading.Event(), met(worker).num_changes
+
+    def make(number: int) -> Any:
+        note = lambda event: first.set() if isinstance(event, Progress) else None  # noqa: E731
+        if number:
+            first.wait()
+        return worker.make(requests[number], Listener(note, lambda: False))
+
+    results = together([lambda number=number: make(number) for number in range(4)])  # type: ignore[misc]
+    for request, result in zip(requests, results, strict=True):
+        assert_near(result, alone.make(request))
+    # The first alone, then all who came meanwhile: encode, denoise, decode of each; the first may be decoded with them.
+    assert met(worker).num_changes - before <= 6
+    worker.close()
+
+
+@torch.no_grad()
+def test_no_more_runs_are_begun_than_memory_is_planned_for() -> None:
+    model, most, begun = Tiny(), list[int](), set[int]()
+    inputs = torch.randn(1, 3, 4), torch.tensor(1.0), torch.randn(1, 3, 4)
 
     def run(number: int) -> None:
         with torch.no_grad(), meeting.member():
-            met[number] = [model(*calls[number]) for _ in range(5)]
+            begun.add(number)
+            for _ in range(100):  # So that none ends before all have come.
+                model(*inputs)
+                most.append(len(begun))
+            begun.remove(number)
 
-    with Meeting([model], {"unet": model}, 4) as meeting:
-        together([lambda number=number: run(number) for number in range(4)])  # type: ignore[misc]
-        assert meeting.num_merged > 8
-    for number, own in enumerate(alone):
-        for output in met[number]:
-            assert torch.allclose(output, own, atol=1e-6)
+    for room, expected in ((0, 2), (600, 3), (None, 6)):
+        most.clear()
+        with Meeting({"denoiser": [model]}, {"unet": model}, 2, room_bytes=room) as meeting:
+            run(0)
+            together([lambda number=number: run(number) for number in range(6)])  # type: ignore[misc]
+        assert max(most) == expected, room

@@ -1,10 +1,10 @@
-"""A worker on a tiny pipeline and on the built-in model: defaults, seeds, sizes, odd prompts."""
+"""A worker on a tiny pipeline: bits, seeds, steps, odd prompts, and what goes wrong."""
 
 from __future__ import annotations
 
-import json
-import shutil
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,389 +12,314 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from asking import generate
+from asking import ask, pixels, result_of, worker_of
 from PIL import Image
 
+from pipelines import tiny_flux_pipeline
 from samovar import OmniDiffusionSamplingParams
 from samovar.core.errors import (
+    CancelledRequestError,
     EngineError,
     ModelError,
     NanLatentsError,
     OutOfMemoryError,
-    SamovarError,
     SettingError,
 )
-from samovar.engine import Event, Listener, OmniDiffusionConfig, Preview, Progress, Request, Worker
+from samovar.engine import Event, Listener, Preview, Progress, Request, Worker, call_pipeline
+from samovar.engine.notes import notes_on
+from samovar.engine.steps import CALLBACK
 from samovar.hooks import HookRegistry, ModelHook
-
-FAST = OmniDiffusionSamplingParams(num_inference_steps=1, seed=1)
 
 
 @pytest.fixture(scope="module")
 def tiny(folder: Path) -> Worker:
-    return Worker(OmniDiffusionConfig(str(folder), progress=False))
+    return worker_of(folder)
 
 
-def pixels(image: Any) -> Any:
-    return np.asarray(image)
+@contextlib.contextmanager
+def hooked(worker: Worker, hook: ModelHook) -> Iterator[None]:
+    """A hook next to the denoiser."""
+    registry = HookRegistry.get_or_create(worker.pipeline.transformer)
+    registry.register_hook("zz of a test", hook)
+    try:
+        yield
+    finally:
+        registry.remove_hook("zz of a test")
 
 
 def test_defaults_of_the_model_are_used_and_can_be_overridden(tiny: Worker) -> None:
-    result = generate(tiny, "a cat", OmniDiffusionSamplingParams(seed=4))
-    assert result.images[0].size == (32, 16)
-    assert result.params.num_inference_steps == 2
-    assert result.seeds == (4,)
-    assert generate(tiny, "a cat", OmniDiffusionSamplingParams(width=16, seed=4)).images[0].size == (16, 16)
+    result = result_of(tiny.make(Request("a cat", OmniDiffusionSamplingParams(seed=4))))
+    assert (result.images[0].size, result.params.num_inference_steps, result.seeds) == ((32, 16), 2, (4,))
+    assert result_of(tiny.make(ask(width=16))).images[0].size == (16, 16)
 
 
 def test_a_seed_gives_the_same_image_alone_and_among_others(tiny: Worker) -> None:
-    several = generate(tiny, "a cat", OmniDiffusionSamplingParams(seed=4, num_outputs_per_prompt=3))
+    several = result_of(tiny.make(ask(seed=4, num_outputs_per_prompt=3)))
     assert several.seeds == (4, 5, 6)
-    alone = generate(tiny, "a cat", OmniDiffusionSamplingParams(seed=5))
-    assert np.array_equal(pixels(several.images[1]), pixels(alone.images[0]))
-    assert not np.array_equal(pixels(several.images[0]), pixels(several.images[1]))
+    assert np.array_equal(pixels(several, 1), pixels(tiny.make(ask(seed=5))))
+    assert not np.array_equal(pixels(several, 0), pixels(several, 1))
+    drawn = result_of(tiny.make(ask(seed=None)))
+    assert np.array_equal(pixels(drawn), pixels(tiny.make(ask(seed=drawn.seeds[0]))))
 
 
-def test_without_a_seed_one_is_drawn_and_named(tiny: Worker) -> None:
-    result = generate(tiny, "a cat", OmniDiffusionSamplingParams(num_inference_steps=1))
-    again = generate(tiny, "a cat", OmniDiffusionSamplingParams(num_inference_steps=1, seed=result.seeds[0]))
-    assert np.array_equal(pixels(result.images[0]), pixels(again.images[0]))
+def test_a_loaded_pipeline_gives_its_own_bits_and_is_what_it_was_after() -> None:
+    pipe = tiny_flux_pipeline()
+    call: dict[str, Any] = {"height": 16, "width": 32, "num_inference_steps": 5, "max_sequence_length": 8}
+    bare = np.asarray(pipe("a cat", generator=torch.Generator().manual_seed(3), **call).images[0])
+    before = set(vars(pipe.transformer)), set(vars(pipe)), type(pipe)
+    worker = worker_of(pipe=pipe, cache="auto", max_batch=2)
+    assert worker.facts.defaults == OmniDiffusionSamplingParams(), "those of the pipeline"
+    assert np.array_equal(pixels(worker.make(ask(**call, how={"exact": True}))), bare)
+    worker.close()
+    assert (set(vars(pipe.transformer)), set(vars(pipe)), type(pipe)) == before
+
+
+def test_what_a_pipeline_draws_without_its_generator_follows_the_seed() -> None:
+    drawn: list[float] = []
+
+    class Pipeline:
+        def __call__(self, prompt: str, generator: Any) -> None:
+            drawn.append(torch.rand(()).item())
+
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    for seed in (3, 4, 3):
+        call_pipeline(Pipeline(), ["a cat"], [seed], {})
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert torch.equal(torch.get_rng_state(), before), "and nobody else's draws do"
 
 
 @pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"height": 18}, "height must be a multiple of 4 for this model, not 18: try 16 or 20"),
-        ({"width": 2}, "width must be a multiple of 4 for this model, not 2: try 4"),
-    ],
+    "cache", [{}, {"cache": {"backend": "tea_cache", "schedule": "#.#.#"}}], ids=["bare", "cached"]
 )
-def test_sizes_that_do_not_fit_are_refused(tiny: Worker, params: dict[str, int], message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        generate(tiny, "a cat", OmniDiffusionSamplingParams(**params))
-
-
-def test_a_pipeline_that_is_already_loaded_is_taken_as_it_is(folder: Path, tiny: Worker) -> None:
-    from diffusers import FluxPipeline
-
-    pipeline = FluxPipeline.from_pretrained(folder)
-    pipeline.set_progress_bar_config(disable=True)
-    before = set(vars(pipeline.transformer))
-    worker = Worker(OmniDiffusionConfig(device="cpu", cache_backend="tea_cache"), pipeline)
-    assert worker.facts.defaults == OmniDiffusionSamplingParams(), "those of the pipeline"
-    params = generate(tiny, "a cat", FAST).params
-    assert np.array_equal(
-        pixels(generate(worker, "a cat", params).images[0]), pixels(generate(tiny, "a cat", params).images[0])
-    )
-    worker.close()
-    assert set(vars(pipeline.transformer)) - {"_diffusers_hook"} == before
-
-
-def test_a_prompt_that_is_not_text_is_refused(tiny: Worker) -> None:
-    with pytest.raises(SettingError, match="prompt must be text, not 3"):
-        generate(tiny, 3, FAST)  # type: ignore[arg-type]
-
-
-def test_a_long_prompt_is_cut_and_the_user_is_told(tiny: Worker) -> None:
-    assert generate(tiny, "a cat", FAST).notes == ()
-    (note,) = generate(tiny, "a " * 5000, FAST).notes
-    assert note.endswith("tokens, and the model read the first 8")
-
-
-def test_what_the_pipeline_refuses_is_a_setting_error(tiny: Worker) -> None:
-    with pytest.raises(SettingError, match=r"FluxPipeline refuses these settings: .*max_sequence_length"):
-        generate(tiny, "a cat", OmniDiffusionSamplingParams(max_sequence_length=1000))
-
-
-def test_guidance_that_has_no_effect_is_noted(tiny: Worker) -> None:
-    (note,) = generate(tiny, "a cat", OmniDiffusionSamplingParams(guidance_scale=9.0, num_inference_steps=1)).notes
-    assert note == "guidance_scale has no effect: the model has no guidance embedding; use true_cfg_scale"
-
-
-def test_a_class_that_diffusers_does_not_have_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_text('{"_class_name": "NoPipeline"}')
-    with pytest.raises(ModelError, match=r"names the class 'NoPipeline', which diffusers .* does not have"):
-        Worker(OmniDiffusionConfig(str(tmp_path)))
-
-
-CACHE = {"cache_backend": "tea_cache", "cache_config": {"schedule": "#.#.#"}}
-OFFLOADED: list[dict[str, Any]] = [
-    {"enable_cpu_offload": True},
-    {"enable_layerwise_offload": True},
-    {"gpu_memory": "3GiB"},
-    {"enable_layerwise_offload": True, "gpu_memory": "3GiB"},
-    {"offload": "model", "exclude": "vae,text_encoder"},
-]
-
-
-@pytest.mark.parametrize("cache", [{}, CACHE], ids=["bare", "cached"])
 def test_offload_changes_no_bit(folder: Path, cache: dict[str, Any]) -> None:
-    params = OmniDiffusionSamplingParams(num_inference_steps=5, seed=2)
-    resident = generate(Worker(OmniDiffusionConfig(str(folder), progress=False, **cache)), "a cat", params)
-    assert len(resident.cache) == len(cache) // 2
-    for settings in OFFLOADED:
-        worker = Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, **cache, **settings))
-        assert worker._attached.offloaded is not None
-        assert ("vae" in {part.name for part in worker._attached.offloaded.plan.components}) != ("exclude" in settings)
-        result = generate(worker, "a cat", params)
-        assert np.array_equal(pixels(result.images[0]), pixels(resident.images[0])), settings
+    resident = result_of(worker_of(folder, **cache).make(ask()))
+    assert len(resident.cache) == len(cache)
+    for settings in (
+        {"enable_cpu_offload": True},
+        {"enable_layerwise_offload": True},
+        {"gpu_memory": "3GiB"},
+        {"offload": "model", "exclude": "vae,text_encoder"},
+    ):
+        worker = worker_of(folder, **cache, **settings)
+        assert "offload: " in str(worker.explain())
+        result = result_of(worker.make(ask()))
+        assert np.array_equal(pixels(result), pixels(resident)), settings
         assert [stats.to_dict() for stats in result.cache] == [stats.to_dict() for stats in resident.cache]
         worker.close()
 
 
-def test_a_closed_worker_leaves_a_bare_pipeline(folder: Path) -> None:
-    worker = Worker(
-        OmniDiffusionConfig(str(folder), device="cpu", progress=False, enable_layerwise_offload=True, **CACHE)
-    )
-    transformer = worker.pipeline.transformer
-    assert len(HookRegistry.get_or_create(transformer)._hooks) > 0
-    worker.close()
-    assert all(len(HookRegistry.get_or_create(module)._hooks) == 0 for module in transformer.modules())
+# ------------------------------------------------------------------------------------------------ steps
+
+
+@pytest.fixture(scope="module", params=["callback", "hooks"])
+def stepping(request: pytest.FixtureRequest, folder: Path) -> Worker:
+    worker = worker_of(folder, cache={"backend": "tea_cache", "schedule": "##.#.#"})
+    if request.param == "hooks":  # As if the pipeline took no callback.
+        worker.facts = replace(worker.facts, takes=worker.facts.takes - {CALLBACK})
+    return worker
+
+
+SIX = ask(num_inference_steps=6, how={"num_previews": 2})
+
+
+def test_every_step_is_told_with_what_the_cache_did(stepping: Worker) -> None:
+    plain = pixels(stepping.make(replace(SIX, num_previews=0)))
+    before, events = set(vars(stepping.pipeline.transformer)), list[Event]()
+    result = stepping.make(SIX, Listener(events.append, lambda: False))
+    steps = [event for event in events if isinstance(event, Progress)]
+    assert [(step.step, step.num_steps) for step in steps] == [(step, 6) for step in range(1, 7)]
+    assert [step.is_computed for step in steps] == [mark == "#" for mark in "##.#.#"]
+    previews = [event for event in events if isinstance(event, Preview)]
+    assert [event.step for event in previews] == [2, 4]
+    assert set(vars(stepping.pipeline.transformer)) == before
+    assert np.array_equal(pixels(result), plain), "previews change no bit"
+    apart = [np.abs(np.asarray(preview.image).astype(int) - plain).mean() for preview in previews]
+    assert apart[1] < apart[0], "they come nearer"
+
+
+def test_a_request_that_is_cancelled_stops_after_the_step(stepping: Worker) -> None:
+    steps: list[int] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, Progress):
+            steps.append(event.step)
+
+    assert isinstance(stepping.make(SIX, Listener(note, lambda: len(steps) >= 3)), CancelledRequestError)
+    assert isinstance(stepping.make(SIX, Listener(note, lambda: True)), CancelledRequestError)
+    assert steps == [1, 2, 3], "nothing is begun for nobody"
+
+
+class Spoiled(ModelHook):
+    def __init__(self, call: int, value: float) -> None:
+        self._left, self._value = call, value
+
+    def post_forward(self, module: Any, output: Any) -> Any:
+        self._left -= 1
+        return (output[0] * self._value, *output[1:]) if self._left == 0 else output
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_are_checked_at_every_step_and_the_next_image_is_clean(stepping: Worker, value: float) -> None:
+    clean = result_of(stepping.make(SIX))
+    with hooked(stepping, Spoiled(4, value)):
+        error = stepping.make(SIX)
+    assert isinstance(error, NanLatentsError)
+    assert (error.step, "##.#" in str(error.cache), "Try without the cache" in str(error)) == (4, True, True)
+    again = result_of(stepping.make(SIX))
+    assert np.array_equal(pixels(again), pixels(clean))
+    assert [stats.to_dict() for stats in again.cache] == [stats.to_dict() for stats in clean.cache]
 
 
 # ------------------------------------------------------------------------------------------------ what goes wrong
 
 
-def ask(prompt: Any = "a cat", **params: Any) -> Request:
-    return Request(prompt, OmniDiffusionSamplingParams(**{"num_inference_steps": 5, "seed": 3, **params}))
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (ask(height=18), "height must be a multiple of 4 for this model, not 18: try 16 or 20"),
+        (ask(max_sequence_length=1000), r"FluxPipeline refuses these settings: .*max_sequence_length.* cannot be"),
+        (ask(options={"sigmas": 1}), r"FluxPipeline refuses these settings: .*\. Check sigmas\.$"),
+        (ask(how={"image": Image.new("RGB", (8, 8))}), "FluxPipeline takes no image"),
+    ],
+)
+def test_what_the_pipeline_refuses_is_a_mistake_of_the_request(tiny: Worker, request_: Request, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        result_of(tiny.make(request_))
 
 
-class Spoiled(ModelHook):
-    """Makes the output of one forward worthless, as an overflow would."""
+def test_too_little_memory_names_the_size_and_the_worker_goes_on(tiny: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, side = pixels(tiny.make(ask())), 2**22
+    with pytest.raises(OutOfMemoryError, match=f"not enough memory for image of {side} x {side} pixels: .+"):
+        result_of(tiny.make(ask(height=side, width=side, num_inference_steps=1)))
+    assert np.array_equal(pixels(tiny.make(ask())), before)
 
-    def __init__(self, forward: int, value: float) -> None:
-        self._left = forward
-        self._value = value
+    def fail(*args: Any, **call: Any) -> None:
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
 
-    def post_forward(self, module: Any, output: Any) -> Any:
-        self._left -= 1
-        if self._left == 0:
-            output[0].flatten()[7] = self._value
-        return output
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("cache", [{}, {"cache_backend": "tea_cache", "cache_config": {"rel_l1_thresh": 0.3}}])
-def test_latents_that_are_not_finite_are_an_error_and_the_next_request_is_clean(
-    folder: Path, value: float, cache: dict[str, Any]
-) -> None:
-    worker = Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, **cache))
-    (clean,) = worker.run([ask()])
-    assert not isinstance(clean, SamovarError)
-    registry = HookRegistry.get_or_create(worker.pipeline.transformer)
-    registry.register_hook("spoiled", Spoiled(3, value))
-    (error,) = worker.run([ask()])
-    registry.remove_hook("spoiled")
-    assert isinstance(error, NanLatentsError)
-    assert error.step == 3
-    assert str(error).startswith("After step 3 of 5 the latents contain NaN or infinity.")
-    assert (error.cache is None) == (not cache)
-    if cache:
-        assert error.cache is not None
-        assert "3 computed, 0 skipped" in error.cache
-        assert "Try without the cache" in str(error)
-    (again,) = worker.run([ask()])
-    assert not isinstance(again, SamovarError)
-    assert np.array_equal(pixels(again.images[0]), pixels(clean.images[0]))
-    assert [stats.to_dict() for stats in again.cache] == [stats.to_dict() for stats in clean.cache]
-    worker.close()
+    monkeypatch.setattr(tiny.pipeline, "encode_prompt", fail)
+    with pytest.raises(OutOfMemoryError, match="CUBLAS_STATUS_ALLOC_FAILED"):
+        result_of(tiny.make(ask("another prompt")))
 
 
-def test_too_little_memory_names_the_size_and_the_worker_goes_on(tiny: Worker) -> None:
-    before = generate(tiny, "a cat", FAST)
-    side = 2**22
-    with pytest.raises(OutOfMemoryError, match=f"not enough memory for 1 image of {side} x {side} pixels: .+"):
-        generate(tiny, "a cat", OmniDiffusionSamplingParams(height=side, width=side, num_inference_steps=1, seed=1))
-    assert np.array_equal(pixels(generate(tiny, "a cat", FAST).images[0]), pixels(before.images[0]))
-
-
-def test_what_breaks_inside_a_pipeline_is_an_error_of_the_request(tiny: Worker) -> None:
+def test_what_breaks_inside_a_pipeline_is_an_error_of_the_engine(tiny: Worker) -> None:
     class Broken(ModelHook):
         def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("shapes do not fit")
 
-    registry = HookRegistry.get_or_create(tiny.pipeline.transformer)
-    registry.register_hook("broken", Broken())
-    with pytest.raises(EngineError, match="FluxPipeline failed: RuntimeError: shapes do not fit"):
-        generate(tiny, "a cat", FAST)
-    registry.remove_hook("broken")
-    assert generate(tiny, "a cat", FAST).seeds == (1,)
+    with hooked(tiny, Broken()), pytest.raises(EngineError, match="FluxPipeline failed: RuntimeError: shapes do not"):
+        result_of(tiny.make(ask()))
+    assert result_of(tiny.make(ask())).seeds == (3,)
 
 
-@pytest.fixture(scope="module")
-def automatic(folder: Path) -> Worker:
-    return Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, max_batch=4, cache="auto"))
+def test_a_package_that_diffusers_lacks_is_named(tiny: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, Any] = {"is_torchvision_available": bool}
+    exec(compile("def fail(*args, **call):\n    return transforms.resize\n", "module.py", "exec"), names)
+    monkeypatch.setattr(tiny.pipeline, "encode_prompt", names["fail"])
+    with pytest.raises(EngineError, match="it needs torchvision, which is not installed: pip install torchvision"):
+        result_of(tiny.make(ask("yet another prompt")))
 
 
-def test_a_tolerance_for_a_request(automatic: Worker, tiny: Worker) -> None:
-    request = ask("a cat", seed=3, num_inference_steps=12)
-    counts = []
-    for tolerance in ("exact", 1.0, None):
-        (result,) = automatic.run([replace(request, tolerance=tolerance)])
-        said = {"exact": "tolerance=0.0", 1.0: "tolerance=1.0", None: "tolerance=high"}[tolerance]
-        assert [stats.denoisers["transformer"].settings for stats in result.cache] == [said]
-        assert not isinstance(result, SamovarError)
+def test_notes_say_what_of_a_request_had_no_effect(tiny: Worker) -> None:
+    assert result_of(tiny.make(ask())).notes == ()
+    (note,) = result_of(tiny.make(ask("a " * 5000))).notes
+    assert note.endswith("tokens, and the model read the first 8")
+    (note,) = result_of(tiny.make(ask(guidance_scale=9.0))).notes
+    assert note == "guidance_scale has no effect: the model has no guidance embedding; use true_cfg_scale"
+    tuned = OmniDiffusionSamplingParams(height=32, width=32, true_cfg_scale=2.0)
+    for exact in (False, True):
+        noted = [*notes_on(ask(height=64, width=32, how={"exact": exact}), [], tiny.pipeline, tuned)]
+        assert noted == ["the cache was tuned with height=32; with 64, how near it stays is unknown"] * (not exact)
+
+
+def test_a_tolerance_is_that_of_its_request(folder: Path, tiny: Worker) -> None:
+    worker, counts = worker_of(folder, cache="auto"), list[int]()
+    for tolerance, said in (("exact", "0.0"), (1.0, "1.0"), (None, "high")):
+        result = result_of(worker.make(ask(num_inference_steps=12, how={"tolerance": tolerance})))
+        assert [stats.denoisers["transformer"].settings for stats in result.cache] == [f"tolerance={said}"]
         counts.append(result.cache[0].computed)
         if tolerance == "exact":
-            assert np.array_equal(pixels(result.images[0]), pixels(generate(tiny, "a cat", request.params).images[0]))
+            assert np.array_equal(pixels(result), pixels(tiny.make(ask(num_inference_steps=12))))
     assert counts[1] < counts[2] <= counts[0] == 12
-    (refused,) = tiny.run([replace(request, tolerance=1.0)])
-    assert isinstance(refused, SettingError)
-    assert refused.param == "tolerance"
-    with pytest.raises(SettingError, match=r"tolerance='fats'.*'fast'"):
-        replace(request, tolerance="fats")
+    exact = result_of(worker.make(ask(num_inference_steps=12, how={"exact": True})))
+    assert exact.cache == ()
+    assert np.array_equal(pixels(exact), pixels(tiny.make(ask(num_inference_steps=12))))
+    with pytest.raises(SettingError, match="Choose cache='auto'"):
+        result_of(tiny.make(ask(how={"tolerance": 1.0})))
 
 
-def test_previews_change_no_bit_and_come_nearer(tiny: Worker) -> None:
-    events: list[Event] = []
-    request = Request("a cat", OmniDiffusionSamplingParams(num_inference_steps=9, seed=3), num_previews=3)
-    seen = tiny.make(request, Listener(events.append, lambda: False))
-    assert not isinstance(seen, SamovarError)
-    plain = generate(tiny, "a cat", request.params)
-    assert np.array_equal(pixels(seen.images[0]), pixels(plain.images[0]))
-    previews = [event for event in events if isinstance(event, Preview)]
-    assert [preview.step for preview in previews] == [2, 4, 7]
-    apart = [np.abs(pixels(p.image).astype(float) - pixels(plain.images[0])).mean() for p in previews]
-    assert apart[2] < apart[0]
+def test_exact_is_without_any_cache(folder: Path, tiny: Worker) -> None:
+    worker, events = worker_of(folder, cache={"backend": "tea_cache", "rel_l1_thresh": 1e9}), list[Event]()
+    exact = result_of(
+        worker.make(ask(num_inference_steps=12, how={"exact": True}), Listener(events.append, lambda: False))
+    )
+    assert np.array_equal(pixels(exact), pixels(tiny.make(ask(num_inference_steps=12))))
+    assert {event.is_computed for event in events if isinstance(event, Progress)} == {None}
+    cached = result_of(worker.make(ask(num_inference_steps=12)))
+    assert cached.cache[0].skipped > 0
+    assert not np.array_equal(pixels(exact), pixels(cached))
 
 
-def test_memory_is_told(tiny: Worker) -> None:
-    assert tiny.usage().memory_bytes > 50_000_000
-    assert tiny.usage().bytes_moved == 0
-
-
-# ------------------------------------------------------------------------------------------------ from pictures
-
-
-def editing(folder: Path, tmp_path: Path, class_name: str) -> Worker:
-    """The same model behind another pipeline."""
-    shutil.copytree(folder, tmp_path / "copy")
-    index = tmp_path / "copy" / "model_index.json"
-    index.write_text(json.dumps(json.loads(index.read_text()) | {"_class_name": class_name}))
-    return Worker(OmniDiffusionConfig(str(tmp_path / "copy"), device="cpu", progress=False))
-
-
-def test_a_image_can_be_drawn_anew(folder: Path, tmp_path: Path, tiny: Worker) -> None:
-    worker = editing(folder, tmp_path, "FluxImg2ImgPipeline")
-    assert worker.facts.can_edit
-    assert not tiny.facts.can_edit
+def test_images_are_drawn_anew_or_repainted_with_the_same_weights(folder: Path, tiny: Worker) -> None:
     start = Image.fromarray(np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8))
-    made = {}
+    worker, made = worker_of(folder, task="img2img"), list[Any]()
     for strength in (0.4, 1.0):
         events: list[Event] = []
-        params = OmniDiffusionSamplingParams(num_inference_steps=5, seed=3, strength=strength)
-        listener = Listener(events.append, lambda: False)
-        result = worker.make(Request("a cat", params, start), listener)
-        assert not isinstance(result, SamovarError)
+        request = ask(strength=strength, how={"image": start})
+        result = result_of(worker.make(request, Listener(events.append, lambda: False)))
         assert result.images[0].size == (40, 24), "as large as what it was made of"
-        made[strength] = pixels(result.images[0])
+        made.append(pixels(result))
         assert [event.step for event in events if isinstance(event, Progress)] == list(range(1, int(5 * strength) + 1))
-    assert not np.array_equal(made[0.4], made[1.0])
-    (error,) = worker.run([Request("a cat")])
-    assert isinstance(error, SamovarError), "it needs a picture"
-    (error,) = tiny.run([Request("a cat", image=start)])
-    assert "FluxPipeline takes no image" in str(error)
-
-
-def test_what_is_transparent_says_where_to_paint(folder: Path, tmp_path: Path) -> None:
-    worker = editing(folder, tmp_path, "FluxInpaintPipeline")
-    params = OmniDiffusionSamplingParams(num_inference_steps=4, seed=3, strength=1.0)
-    made = []
-    for box in ((0, 0, 16, 16), (0, 0, 16, 16), (16, 0, 32, 16)):
-        start = Image.new("RGBA", (32, 16), (200, 30, 30, 255))
-        start.putalpha(Image.composite(Image.new("L", start.size, 0), start.getchannel("A"), boxed(start.size, box)))
-        (result,) = worker.run([Request("a cat", params, start)])
-        assert not isinstance(result, SamovarError)
-        made.append(pixels(result.images[0]))
-    assert np.array_equal(made[0], made[1])
-    assert not np.array_equal(made[0], made[2])
-    (error,) = worker.run([Request("a cat", params, Image.new("RGB", (32, 16)))])
-    assert "needs a mask, or an image with an alpha channel" in str(error)
-
-
-def boxed(size: tuple[int, int], box: tuple[int, int, int, int]) -> Image.Image:
-    mask = Image.new("L", size, 0)
-    mask.paste(255, box)
-    return mask
-
-
-def test_an_exact_image_is_that_without_a_cache(folder: Path, tiny: Worker) -> None:
-    params = OmniDiffusionSamplingParams(num_inference_steps=12, seed=2)
-    settings = {"rel_l1_thresh": 1e9}
-    worker = Worker(OmniDiffusionConfig(str(folder), progress=False, cache_backend="tea_cache", cache_config=settings))
-    events: list[Event] = []
-    listener = Listener(events.append, lambda: False)
-    exact = worker.make(Request("a cat", params, exact=True), listener)
-    assert not isinstance(exact, SamovarError)
-    assert np.array_equal(pixels(exact.images[0]), pixels(generate(tiny, "a cat", params).images[0]))
-    assert exact.cache == ()
-    assert {event.is_computed for event in events if isinstance(event, Progress)} == {None}
-    cached = generate(worker, "a cat", params)
-    assert cached.cache[0].skipped > 0
-    assert not np.array_equal(pixels(exact.images[0]), pixels(cached.images[0]))
+    assert not np.array_equal(*made)
+    with pytest.raises(SettingError, match=r"refuses these settings.* It was given no image"):
+        result_of(worker.make(ask()))
+    worker.close()
+    worker, half = worker_of(folder, task="inpaint"), Image.new("L", (40, 24), 255)
+    half.paste(0, (0, 0, 20, 24))
+    transparent = start.copy()
+    transparent.putalpha(half.point(lambda level: 255 - level))
+    masked = pixels(worker.make(ask(how={"image": start, "inputs": {"mask": half}})))
+    assert np.array_equal(masked, pixels(worker.make(ask(how={"image": transparent}))))
+    whole = {"image": start, "inputs": {"mask": Image.new("L", (40, 24), 255)}}
+    assert not np.array_equal(masked, pixels(worker.make(ask(how=whole))))
+    assert worker.warm_up() > 0.0, "it gives all that is needed"
     worker.close()
 
 
-# ------------------------------------------------------------------------------------------------ threads and ranks
-
-
-def test_threads_take_turns(tiny: Worker) -> None:
+def test_threads_take_turns_where_requests_cannot_meet(tiny: Worker) -> None:
     cases = {"a cat": 3, "a dog": 5, "an owl": 4}
-    params = {prompt: OmniDiffusionSamplingParams(num_inference_steps=steps, seed=1) for prompt, steps in cases.items()}
-    alone = {prompt: generate(tiny, prompt, params[prompt]) for prompt in cases}
+    alone = {prompt: pixels(tiny.make(ask(prompt, num_inference_steps=steps))) for prompt, steps in cases.items()}
     made: dict[str, Any] = {}
     threads = [
-        threading.Thread(target=lambda prompt=prompt: made.update({prompt: generate(tiny, prompt, params[prompt])}))
-        for prompt in cases
+        threading.Thread(target=lambda p=p, n=n: made.update({p: tiny.make(ask(p, num_inference_steps=n))}))
+        for p, n in cases.items()
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for prompt in cases:
-        assert np.array_equal(pixels(made[prompt].images[0]), pixels(alone[prompt].images[0])), prompt
+    for prompt, image in alone.items():
+        assert np.array_equal(pixels(made[prompt]), image), prompt
 
 
-def test_a_pause_within_a_pause_ends_with_the_outer_one(folder: Path) -> None:
-    worker = Worker(OmniDiffusionConfig(str(folder), device="cpu", progress=False, **CACHE))
-    cache: Any = worker._attached.cache
-    (hook,) = cache._modules().values()
-    with cache.paused():
-        with cache.paused():
-            assert hook.is_paused
-        assert hook.is_paused
-    assert not hook.is_paused
-    worker.close()
-
-
-def test_a_gpu_that_no_longer_obeys_is_noticed(tiny: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_no_longer_obeys_is_noticed_and_a_failed_warm_up_says_how_to_go_without(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    assert tiny.is_healthy()
-    monkeypatch.setattr(tiny, "device", torch.device("cuda"))
-    monkeypatch.setattr("torch.cuda.synchronize", fail)
-    assert not tiny.is_healthy()
-    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
-    assert tiny.is_healthy()
-
-
-def test_a_library_without_memory_is_out_of_memory(tiny: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(**call: Any) -> None:
-        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
-
-    monkeypatch.setattr(tiny.pipeline, "encode_prompt", lambda *args, **kwargs: fail())
-    with pytest.raises(OutOfMemoryError, match="CUBLAS_STATUS_ALLOC_FAILED"):
-        generate(tiny, "a cat", FAST)
-
-
-def test_a_warm_up_makes_an_image_and_one_that_fails_says_how_to_go_without(
-    tiny: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Any] = []
-    run = tiny._run
-    monkeypatch.setattr(tiny, "_run", lambda *args: made.append(run(*args)) or made[-1])
-    assert tiny.warm_up() > 0.0
-    assert len(made) == 1
-    monkeypatch.setattr(tiny, "make", lambda request: OutOfMemoryError("too large"))
+    worker = worker_of(folder)
+    assert worker.is_healthy()
+    assert worker.usage().memory_bytes > 50_000_000
+    monkeypatch.setattr(worker, "make", lambda request: OutOfMemoryError("too large"))
     with pytest.raises(EngineError, match="The warm-up failed: too large To start without one, give warm_up=False"):
-        tiny.warm_up()
+        worker.warm_up()
+    monkeypatch.setattr(worker, "device", torch.device("cuda"))
+    monkeypatch.setattr("torch.cuda.synchronize", fail)
+    assert not worker.is_healthy()
+
+
+def test_a_class_that_diffusers_does_not_have_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "NoPipeline"}')
+    with pytest.raises(ModelError, match=r"names the class 'NoPipeline', which diffusers .* does not have"):
+        worker_of(tmp_path)

@@ -108,14 +108,14 @@ def test_a_cache_skips_steps_of_both_branches(folders: Folders) -> None:
 
 def test_what_is_missing_or_not_taken_is_said_before_anything_is_computed(qwen: Omni) -> None:
     for given, words in (
-        ({"mask": MASK}, "needs an image"),
-        ({"control_image": IMAGE}, "takes control_image with a controlnet, and this one has none"),
+        ({"mask": MASK}, "Required input 'image' is missing. It was given no image"),
+        ({"control_image": IMAGE}, "takes no control_image"),
         ({"last_image": IMAGE}, "takes no last_image. It takes mask_image, image"),
         ({"guidance_scal": 2.0}, "Did you mean 'guidance_scale'"),
         ({"num_inference_step": 2}, "Did you mean 'num_inference_steps'"),
-        ({"num_frames": 5}, "makes images, so it takes no num_frames"),
+        ({"num_frames": 5}, "makes images of its own length, and takes no num_frames"),
         ({"strength": 0.5}, "strength has no effect"),
-        ({"layers": 4, "strength": "much"}, "strength must be a finite number"),
+        ({"layers": 4, "strength": "much"}, "strength='much'; expected a number"),
     ):
         with pytest.raises(SettingError, match=words):
             qwen.generate("a cat", **given)

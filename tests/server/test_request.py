@@ -13,7 +13,7 @@ import starlette.requests
 from starlette.requests import ClientDisconnect
 
 from samovar.engine import OmniDiffusionSamplingParams, OutputKind, PipelineFacts
-from samovar.engine.input_media import Inputs
+from samovar.engine.inputs import Inputs
 from samovar.omni import AsyncOmni
 from samovar.server import AppState, Limits, ServerConfig
 from samovar.server.errors import ApiError

@@ -11,7 +11,7 @@ import pytest
 
 from samovar.engine import OutputKind, PipelineFacts
 from samovar.engine.facts import _plain_types
-from samovar.engine.input_media import find_inputs
+from samovar.engine.inputs import find_inputs
 from samovar.server import Limits
 from samovar.server.decode import Refused, read_object
 from samovar.server.errors import ApiError

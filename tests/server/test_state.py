@@ -13,7 +13,7 @@ import pytest
 from pipelines import PIPELINES
 from samovar.core.errors import SettingError
 from samovar.engine import OmniDiffusionSamplingParams, OutputKind, PipelineFacts
-from samovar.engine.input_media import Inputs
+from samovar.engine.inputs import Inputs
 from samovar.omni import AsyncOmni, Omni
 from samovar.server import AppState, Limits, ServerConfig
 from samovar.server.errors import ApiError

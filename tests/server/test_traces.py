@@ -12,7 +12,7 @@ import pytest
 
 from samovar.core.errors import QueueFullError, SettingError
 from samovar.engine import Done, Failed, GenerationResult, OmniDiffusionSamplingParams, Progress, Started
-from samovar.engine.lora import Adapter
+from samovar.engine.request import Adapter
 from samovar.omni import AsyncOmni
 from samovar.server import AppState, ServerConfig, create_app
 from samovar.server.middleware import Middleware

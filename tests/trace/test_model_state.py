@@ -156,11 +156,26 @@ def test_weights_that_the_model_drops_are_not_kept() -> None:
 def test_a_generation_grows_with_every_change() -> None:
     model = tabled()
     generation = Generation(model, model.modules)
-    assert [generation.check(), generation.check()] == [0, 0]
-    in_place(model)
     assert [generation.check(), generation.check()] == [1, 1]
+    in_place(model)
+    assert [generation.check(), generation.check()] == [2, 2]
     another_module(model)
-    assert generation.check() == 2
+    assert generation.check() == 3
+
+
+def test_a_state_that_comes_back_has_its_number_again() -> None:
+    model = Plain()
+    generation, own = Generation(model, model.modules), model.blocks[0].ff
+    other = torch.nn.Identity()
+    numbers = []
+    for part in (own, other, own, other):
+        model.blocks[0].ff = part
+        numbers.append(generation.check())
+    assert numbers == [1, 2, 1, 2]
+    with torch.no_grad():
+        next(own.parameters()).add_(1)
+    model.blocks[0].ff = own
+    assert generation.check() == 3
 
 
 def test_a_module_at_the_address_of_a_freed_one_is_another() -> None:

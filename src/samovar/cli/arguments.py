@@ -69,7 +69,6 @@ _SPEED = f"""
     --parallel SETTING       several GPUs, such as '{{"ulysses_degree": 2}}'
 {QUANTIZATION}
     --lora --lora-modules NAME=ADAPTER...  a LoRA adapter: a .safetensors file, a folder, or a hub name; again for more
-    --lora-memory SIZE       of adapters that stay loaded, such as 2GiB (all)
     --compile-cache FOLDER   keep compiled blocks here for later processes
     --attention NAME         other kernels: cudnn, flash, flash3, sage ...
     --vae-tiling             decode in tiles: less memory, slightly other pixels

@@ -190,6 +190,10 @@ def scheduler_step(scheduler: Any) -> int | None:
     return int(step)
 
 
+OF_A_CALL = ("_num_timesteps", "_current_timestep", "_interrupt", "_progress_bar_config")
+"""What pipelines of diffusers leave in themselves when a call ends, and what is shown of it."""
+
+
 def pipeline_steps(pipeline: Any) -> int | None:
     """How many steps a pipeline of diffusers says that its run takes."""
     steps = getattr(pipeline, "_num_timesteps", None)

@@ -1,4 +1,4 @@
-"""How does a request become an image, a video or a sound?"""
+"""The engine: a request becomes an image, a video or a sound."""
 
 import os
 
@@ -7,23 +7,23 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from .calling import call_pipeline
-from .facts import PipelineFacts
-from .input_media import INPUT_NAMES, is_media
-from .job import Job
-from .multirank import ImageWorker, MultirankWorker, is_under_torchrun, start_worker
-from .outputs import OutputKind
-from .request import (
+from .events import (
     Done,
     Event,
     Failed,
     GenerationResult,
     Listener,
-    OmniDiffusionSamplingParams,
+    Outcome,
     Preview,
     Progress,
-    Request,
     Started,
 )
+from .facts import PipelineFacts
+from .inputs import INPUT_NAMES, is_media
+from .job import Job
+from .local import ImageWorker, MultirankWorker, is_under_torchrun, start_worker
+from .outputs import OutputKind
+from .request import OmniDiffusionSamplingParams, Request
 from .restarts import Restarts
 from .settings import OmniDiffusionConfig
 from .status import EngineStatus, ReplicaStatus
@@ -43,6 +43,7 @@ __all__ = [
     "MultirankWorker",
     "OmniDiffusionConfig",
     "OmniDiffusionSamplingParams",
+    "Outcome",
     "OutputKind",
     "PipelineFacts",
     "Preview",

@@ -9,13 +9,10 @@ from typing import Any
 import torch
 
 from ..arch.calls import call_parameters
-from ..core.errors import SettingError
 
 
-def call_pipeline(
-    pipeline: Any, prompts: Sequence[str], seeds: Sequence[int], arguments: Mapping[str, Any], missing: str = ""
-) -> Any:
-    """What the pipeline returns, for each prompt and seed. `missing` is what it was not given and may need."""
+def call_pipeline(pipeline: Any, prompts: Sequence[str], seeds: Sequence[int], arguments: Mapping[str, Any]) -> Any:
+    """What the pipeline returns, for each prompt and seed."""
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     call: dict[str, Any] = {**arguments, "prompt": list(prompts), "generator": generators}
     if len(prompts) == 1:
@@ -24,22 +21,30 @@ def call_pipeline(
         call["negative_prompt"] = [call["negative_prompt"]] * len(prompts)
     if not any(prompts) and "prompt" not in call_parameters(type(pipeline)):
         del call["prompt"]
-    try:
-        with _drawn_by(seeds[0]):
-            return pipeline(**call)
-    except SettingError:
-        raise
-    except ValueError as error:  # How diffusers pipelines refuse a setting.
-        hint = f" It was given no {missing}." if missing else ""
-        raise SettingError(f"{type(pipeline).__name__} refuses these settings: {error}{hint}") from error
+    with _drawn_by(seeds[0]):
+        return pipeline(**call)
 
 
 @contextlib.contextmanager
 def _drawn_by(seed: int) -> Iterator[None]:
     """Draw what a pipeline draws without its generator by the seed, too: some encode their images so."""
-    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
+    before = random_state()
+    try:
         torch.default_generator.manual_seed(seed)
-        if on_gpu:
+        if len(before) > 1:
             torch.cuda.manual_seed(seed)
         yield
+    finally:
+        set_random_state(before)
+
+
+def random_state() -> list[torch.Tensor]:
+    """Of torch's own generators, on the CPU and the current GPU."""
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]
+
+
+def set_random_state(state: Sequence[torch.Tensor]) -> None:
+    torch.set_rng_state(state[0])
+    if len(state) > 1:
+        torch.cuda.set_rng_state(state[1])

@@ -1,80 +1,50 @@
-"""What is said when a model cannot be loaded, or its pipeline fails? Which package or how much memory was missing."""
+"""What is said of a pipeline that fails: settings that it refuses, memory or a package that was missing."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import inspect
-import sys
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
-
-from ..core.errors import EngineError, ModelError, SamovarError, SettingError
-from .request import OmniDiffusionSamplingParams
+from ..core.errors import EngineError, OutOfMemoryError, SamovarError, SettingError
+from .request import Request
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad allocation", "_STATUS_ALLOC_FAILED",
               "Storage size calculation overflowed", "overflow")  # fmt: skip
 _VISION = "torchvision"
-_ASKS_FOR_VISION = f"is_{_VISION}_available"
-"""What modules of diffusers import that use it only if it is there; if not, they lack a name when they run."""
-_INSTALL = f"{_VISION}, which is not installed: pip install {_VISION}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY)
 
 
-def described(params: OmniDiffusionSamplingParams, count: int, kind: str) -> str:
-    """What did not fit into memory."""
-    if kind == "audio":
-        seconds = f" of {params.seconds:g} s" if params.seconds else ""
-        return f"{count} sound{'s' * (count > 1)}{seconds}"
-    size = f"{params.width} x {params.height} pixels" if params.width and params.height else "the default size"
-    frames = f", {params.num_frames} frames" if params.num_frames else ""
-    return f"{count} {kind}{'s' * (count > 1)} of {size}{frames}"
-
-
-def failure(error: Exception, class_name: str, options: Collection[str], missing: str) -> SamovarError:
-    """What to raise when a pipeline has failed. One that lacks an input, or gets an option that it cannot use, may say
-    so with an error about types."""
-    is_about_types = isinstance(error, (TypeError, AttributeError))
-    if missing and is_about_types and "NoneType" in str(error):
-        return SettingError(f"{class_name} failed: {error}. It was given no {missing}.")
-    if options and is_about_types:
-        names = ", ".join(options)
-        return SettingError(f"{class_name} refuses these settings: {error} Check {names}.", param=next(iter(options)))
+def failure(error: Exception, class_name: str, kind: str, request: Request, missing: list[str]) -> SamovarError:
+    """What to raise in place of an error of a pipeline. Its own checks raise ValueError; arguments that it cannot use
+    raise errors about types. `missing`: what it may need and was not given."""
+    if is_out_of_memory(error):
+        problem = next(iter(str(error).splitlines()), type(error).__name__)
+        return OutOfMemoryError(f"There is not enough memory for {_described(request, kind)}: {problem}")
+    given = [*request.params.options, *request.inputs]
+    is_about_types = isinstance(error, (TypeError, AttributeError)) and (given or missing)
+    if isinstance(error, ValueError) or is_about_types:
+        hint = f" It was given no {' and no '.join(missing)}." if missing else ""
+        hint += f" Check {', '.join(given)}." if given and not isinstance(error, ValueError) else ""
+        words = str(error).rstrip(".")
+        return SettingError(f"{class_name} refuses these settings: {words}.{hint}", param=next(iter(given), None))
     return EngineError(f"{class_name} failed: {reason_of(error)}")
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a pipeline failed."""
+    """Why a pipeline failed. Modules of diffusers that use torchvision only if it is there lack a name if it is not."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    if isinstance(error, NameError) and trace is not None and _ASKS_FOR_VISION in trace.tb_frame.f_globals:
-        return f"it needs {_INSTALL}."
+    if isinstance(error, NameError) and trace is not None and f"is_{_VISION}_available" in trace.tb_frame.f_globals:
+        return f"it needs {_VISION}, which is not installed: pip install {_VISION}."
     return f"{type(error).__name__}: {error}"
 
 
-@contextlib.contextmanager
-def naming_packages(what: str, loader: Any, components: Mapping[str, tuple[str, str]]) -> Iterator[None]:
-    """Name a package that is not installed, if a pipeline that needs it cannot be loaded: the error names a file."""
-    try:
-        yield
-    except ModelError as error:
-        parts = [cls for library, cls in components.values() if library == "transformers" and _reads_videos(cls)]
-        if hasattr(sys.modules.get(loader.__module__), _ASKS_FOR_VISION):
-            parts.append(loader.__name__)
-        if not parts or importlib.util.find_spec(_VISION) is not None:
-            raise
-        raise ModelError(f"{what} cannot be loaded: its {parts[0]} needs {_INSTALL}.") from error
-
-
-def _reads_videos(name: str) -> bool:
-    """Whether a class of transformers is a processor with a part for videos."""
-    import transformers
-
-    cls = getattr(transformers, name, None)
-    if not inspect.isclass(cls) or not issubclass(cls, transformers.ProcessorMixin):
-        return False
-    return "video_processor" in inspect.signature(cls).parameters
+def _described(request: Request, kind: str) -> str:
+    """What did not fit into memory."""
+    params = request.params
+    if kind == "audio":
+        return f"a sound of {params.seconds:g} s" if params.seconds else "a sound"
+    size = f"{params.width} x {params.height} pixels" if params.width and params.height else "the default size"
+    frames = f", {params.num_frames} frames" if params.num_frames else ""
+    return f"{kind} of {size}{frames}"

@@ -1,4 +1,4 @@
-"""What do a worker process and its parent say to each other, and how does it travel?
+"""Messages between a worker process and its parent.
 
 Messages are pickled through a private pipe; images, videos and sounds travel in shared memory. The memory has no name:
 its file descriptor is handed over, so nothing is left behind if either side dies, and no other process can reach it.
@@ -18,9 +18,10 @@ import numpy as np
 from PIL import Image
 
 from ..core.errors import SamovarError
+from .events import Event, Outcome
 from .facts import PipelineFacts
-from .request import Event, Request
-from .worker import Outcome, Usage
+from .request import Request
+from .worker import Usage
 
 
 class Run(NamedTuple):
@@ -28,7 +29,6 @@ class Run(NamedTuple):
 
     number: int
     request: Request
-    priority: int = 0
 
 
 class Cancel(NamedTuple):
@@ -43,9 +43,7 @@ class Ready(NamedTuple):
     facts: PipelineFacts
     load_seconds: float
     usage: Usage
-    max_batch: int
-    warm_up_s: float | None = None
-    """Duration of the warm-up, if there was one."""
+    max_batch: int = 1
     max_runs: int = 1
     """Requests that it can have at once."""
 

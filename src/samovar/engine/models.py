@@ -1,4 +1,4 @@
-"""Where is a model, and how is it loaded?"""
+"""Where a model is, and how its pipeline is loaded."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from typing import Any
 
 import torch
 
-from ..arch.folder import WEIGHTS, check_folder, check_loaded, pipeline_class, read_index
-from ..arch.folder import components as listed
+from ..arch.folder import WEIGHTS, check_folder, check_loaded, pipeline_class
 from ..builtin import BUILTIN_MODELS
 from ..core.errors import ModelError, SettingError, nearest
 from ..core.files import INDEX, brief, first_line, heard, index_file, reading
 from ..core.interop import pipelines_by_task
-from .controlnet import HUB_NAME, controlled_class, load_controlnets
+from .controlnet import HUB_NAME, controlled_class, fetch_controlnets, load_controlnets
 from .controlnet import TASK as CONTROLLED
-from .failures import naming_packages
-from .quantize import GGUF, Quantization, check_saved, loading_arguments
+from .quantize import GGUF, Quantization, loading_arguments
 
 _LOADING = threading.Lock()
 
@@ -60,11 +58,6 @@ def fetch_model(model: str, *, trust_remote_code: bool = False) -> Path:
     try:
         return Path(download(model, use_safetensors=True, trust_remote_code=trust_remote_code))
     except (OSError, ValueError) as error:  # Not there, or no network.
-        parent = Path(model).expanduser().parent
-        if parent.is_dir():
-            here = sorted(folder.name for folder in parent.iterdir() if index_file(folder).is_file())
-            found = f" It has {', '.join(map(repr, here))}." if here else ""
-            raise ModelError(f"There is no model {Path(model).name!r} in the folder {str(parent)!r}.{found}") from error
         raise ModelError(
             f"{model!r} is not a folder here and could not be downloaded from the hub: {first_line(error)} Check the "
             f"name and the network, or download it elsewhere: hf download {model} --local-dir FOLDER"
@@ -130,12 +123,12 @@ def find_loader(
             raise ModelError(f"{folder} comes with a class of its own, so a {what}.")
         return diffusers.DiffusionPipeline  # It finds the class in the folder.
     cls = pipeline_class(folder, index)
-    if task == CONTROLLED and not controlnets and not isinstance(index.get("controlnet"), list):
+    has_net = bool(controlnets) or isinstance(index.get(CONTROLLED), list)
+    if task == CONTROLLED and not has_net:
         message = f"task={task!r} needs a ControlNet, and {folder} has none. Give its folder as controlnet."
         raise SettingError(message, param="controlnet")
-    if controlnets or task == CONTROLLED:
-        return controlled_class(cls, task)
-    return cls if task is None else class_for_task(cls, task)
+    cls = cls if task in (None, CONTROLLED) else class_for_task(cls, task)
+    return controlled_class(cls) if controlnets or task == CONTROLLED else cls
 
 
 def class_for_task(cls: Any, task: str) -> Any:
@@ -158,24 +151,20 @@ def load_pipeline(
     trust_remote_code: bool = False,
     quantization: Quantization | None = None,
     components: Mapping[str, Any] | None = None,
-    task: str | None = None,
     controlnets: Sequence[str] = (),
+    loader: Any = None,
 ) -> Any:
     """The pipeline of a folder, on the host; what bitsandbytes quantises, on the GPU. `components` need no loading."""
-    loader = find_loader(folder, trust_remote_code=trust_remote_code, task=task, controlnets=controlnets)
-    index = read_index(folder)
-    check_saved(folder, index)
+    loader = loader or find_loader(folder, trust_remote_code=trust_remote_code, controlnets=controlnets)
     given: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": trust_remote_code}
-    if controlnets:
-        given["controlnet"] = load_controlnets(controlnets, loader, folder, dtype)
     given |= components or {}
-    if quantization is not None:
-        given |= loading_arguments(folder, dtype, quantization)
+    nets = fetch_controlnets(controlnets)
     guard = contextlib.nullcontext() if trust_remote_code else without_remote_code()
-    packages = naming_packages(str(folder), loader, listed(folder, index))
-    with packages, reading(str(folder)), guard, warnings.catch_warnings(), _nothing_missing(folder):
+    with reading(str(folder)), guard, warnings.catch_warnings(), _nothing_missing(folder):
         # diffusers 0.42 renamed the argument, and older versions only know this name.
         warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated", category=FutureWarning)
+        given |= {CONTROLLED: load_controlnets(nets, loader, dtype)} if nets else {}
+        given |= loading_arguments(folder, dtype, quantization) if quantization is not None else {}
         pipeline = loader.from_pretrained(folder, torch_dtype=dtype, variant=find_variant(folder), **given)
         return check_loaded(pipeline, folder)
 

@@ -1,29 +1,22 @@
-"""Which GPUs does each replica get? Decided before anything is loaded, and refused if it cannot be."""
+"""The GPUs of each replica: decided before anything is loaded, and refused if it cannot be."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..core.errors import SettingError
 
-DevicesSetting = str | int | Sequence[str | int] | None
 
-
-def read_gpus(devices: DevicesSetting) -> tuple[int, ...]:
-    """The numbers of GPUs, from such as "0,1", [0, 1] or "cuda:0,cuda:1"."""
-    if devices is None:
-        return ()
+def read_gpus(devices: Any) -> tuple[int, ...]:
+    """The numbers of GPUs, from such as "0,1", [0, 1] or "cuda:0,cuda:1"; ValueError for what is none."""
     parts = devices.split(",") if isinstance(devices, str) else devices if isinstance(devices, Sequence) else [devices]
     found = [re.fullmatch(r"(?:cuda:)?(\d{1,4})", str(part).strip(), re.ASCII) for part in parts]
     if not found or not all(found) or any(isinstance(part, bool) for part in parts):
-        raise SettingError(
-            f"devices={devices!r}; expected the numbers of GPUs, such as '0,1,2,3' or [0, 1, 2, 3]. For several "
-            "workers on a CPU, give replicas and device='cpu'.",
-            param="devices",
-        )
+        raise ValueError
     return tuple(int(match[1]) for match in found if match is not None)
 
 
@@ -34,8 +27,6 @@ def place_replicas(
 
     A GPU that is named more than once has several replicas.
     """
-    if replicas is not None and (type(replicas) is not int or replicas < 1):
-        raise SettingError(f"replicas must be a whole number, 1 or more, not {replicas!r}.", param="replicas")
     if not gpus and (replicas in (None, 1) or device.type != "cuda"):
         return ((),) * (replicas or 1)
     _check_device(gpus, device, num_gpus)

@@ -1,4 +1,4 @@
-"""How are worker processes started, heard and stopped? One for each rank; together they make one image."""
+"""The processes of a worker: started, heard and stopped. There is one for each rank; together they make one image."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class WorkerGroup:
     """The processes of one worker. They end with this process, even if it is killed."""
 
     def __init__(self, config: OmniDiffusionConfig, on_message: OnMessage, replica: int = 0) -> None:
-        self.since = time.monotonic()
         self._on_message = on_message
         self.num_ranks = config.num_ranks
         self._store = _open_store() if self.num_ranks > 1 else None

@@ -1,4 +1,4 @@
-"""Quantise weights while they are loaded: the setting, what it needs, and what diffusers is given."""
+"""Weights that are quantised while they are loaded: the setting, what it needs, and what diffusers is given."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from ..arch.gguf_file import read_gguf, stored_in
 from ..arch.quantised import GROUP, KINDS, Kind, find_kind, layers_left, quantised_parts, spared_names
 from ..arch.skeleton import Parts, read_skeleton
-from ..core.errors import ModelError, SettingError
-from ..core.files import read_json, reading
-from ..core.quantisers import QUANTISERS, quantization_kind
+from ..core.errors import SettingError
+from ..core.files import reading
+from ..core.quantisers import QUANTISERS
 
 QuantizationSetting = str | Path | Mapping[str, str | Path] | None
 GGUF = ".gguf"
@@ -114,25 +114,6 @@ def _check_package(method: str, name: str) -> None:
             f"pip install '{quantiser.requirement}'",
             param="quantization",
         )
-
-
-def check_saved(folder: Path, index: Mapping[str, Any]) -> None:
-    """Refuse a folder with components that were saved quantised by a package that is not here, or that needs a GPU."""
-    for name, entry in index.items():
-        file = folder / name / "config.json"
-        if not isinstance(entry, list) or not file.is_file():
-            continue
-        kind = quantization_kind(read_json(file).get("quantization_config"))
-        method = "" if kind is None else kind.split()[0]
-        needs = QUANTISERS.get(method)
-        if needs is not None and (problem := needs.problem()):
-            message = f"{name} of {folder} is quantised ({kind}), which needs {needs.package}, {problem}"
-            raise ModelError(f"{message}: pip install '{needs.requirement}'")
-        if method == "bitsandbytes" and entry[0] == "diffusers" and not torch.cuda.is_available():
-            raise ModelError(
-                f"{name} of {folder} is quantised ({kind}), and diffusers loads such weights on a GPU only; there is "
-                "none here. Use a folder with other weights, and quantization='int4'."
-            )
 
 
 def loading_arguments(folder: Path, dtype: torch.dtype, quantization: Quantization) -> dict[str, Any]:

@@ -17,17 +17,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..core.errors import EngineError, SamovarError, StepTimeoutError, WorkerLostError
+from ..core.errors import EngineError, OutOfMemoryError, SamovarError, StepTimeoutError, WorkerLostError
+from .events import Done, GenerationResult, Progress, Started
 from .facts import PipelineFacts
 from .job import Job
-from .job_queue import Running
-from .messages import Cancel, Fatal, FromWorker, Ready, Run, Update
+from .messages import Cancel, Fatal, Finished, FromWorker, Ready, Run, Update
 from .process import WorkerGroup
-from .request import Done, GenerationResult, Progress, Request, Started
+from .request import Request
 from .restarts import Restarts
 from .settings import OmniDiffusionConfig
 from .status import ReplicaStatus
-from .worker import Usage
+from .worker import RAISED_BY_ALL_RANKS, Usage
 
 if TYPE_CHECKING:
     from .supervisor import Supervisor
@@ -37,6 +37,10 @@ USUAL_PIXELS = 1024 * 1024
 """Of a model that does not say how large its images are."""
 MAX_PAUSE_S = 3600.0
 """The longest wait of the thread: the system cannot count centuries."""
+MAX_SILENCES = 10
+"""How many times longer than the longest silence so far one may be."""
+SETTLE_S = 5.0
+"""How long the other ranks have to answer after one has failed. They may be waiting for it forever."""
 
 
 class Replica:
@@ -45,7 +49,7 @@ class Replica:
     def __init__(self, engine: Supervisor, number: int, restarts: Restarts) -> None:
         self.number = number
         self.restarts = restarts
-        self.running: dict[int, Running] = {}
+        self.running: dict[int, Job] = {}
         """What the worker has, by number."""
         self.was_loaded = False
         """Whether a worker of this replica has loaded the model: before, its errors are raised by `start`."""
@@ -56,6 +60,10 @@ class Replica:
         self._usage: dict[int, Usage] = {}
         self._group: WorkerGroup | None = None
         self._loaded: dict[int, Ready] = {}
+        self._last_heard = self._longest_s = 0.0
+        """When the worker last said something, and the longest silence while it had something to do."""
+        self._settle_by: float | None = None
+        """When the other ranks must have answered, after one has failed."""
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"samovar replica {number}")
 
     def start(self) -> None:
@@ -71,26 +79,26 @@ class Replica:
         return self._group is not None and len(self._loaded) == self._group.num_ranks
 
     def status(self) -> ReplicaStatus:
+        usage = self._usage.values()
         return replace(
             self._status,
             is_ready=self.is_loaded,
             running=len(self.running),
             restarts=self.restarts.count,
-            bytes_moved=self._status.bytes_moved + sum(usage.bytes_moved for usage in self._usage.values()),
-            memory_bytes=sum(usage.memory_bytes for usage in self._usage.values()),
+            bytes_moved=self._status.bytes_moved + sum(each.bytes_moved for each in usage),
+            memory_bytes=sum(each.memory_bytes for each in usage),
             worker_ids=() if self._group is None else self._group.process_ids,
-            alone=next((usage.alone for usage in self._usage.values() if usage.alone), ""),
+            alone=next((each.alone for each in usage if each.alone), ""),
         )
 
     def cancel(self, job: Job) -> None:
         """Let the worker stop at its next step, if it runs this job."""
-        for each in self.running.values():
-            if self._group is not None and each.job is job:
-                self._group.send(Cancel(each.number))
+        if self._group is not None and job.number in self.running:
+            self._group.send(Cancel(job.number))
 
     def fail_running(self, error: SamovarError) -> None:
         running, self.running = self.running, {}
-        self._engine.fail([each.job for each in running.values()], error)
+        self._engine.fail(list(running.values()), error)
 
     # ------------------------------------------------------------------------------------------ the thread
 
@@ -118,34 +126,49 @@ class Replica:
         if self._group is None and not engine.is_closing and now >= self.restarts.next_start(now):
             self._start_group(now)
         while self._group is not None and self._has_room() and not engine.is_closing and engine.queue.jobs:
-            self._start_job(self._group, now)
+            self._start_job(self._group, engine.queue.jobs.pop(0), now)
         if not self._inbox and not engine.is_over:
             self._changed.wait(self._pause(time.monotonic()))
 
     def _pause(self, now: float) -> float | None:
         """How long there is nothing to do unless a message comes."""
-        times = [self._engine.queue.next_deadline()]
-        times += [each.next_timeout() for each in self.running.values()]
+        times = [self._engine.queue.next_deadline(), self._timeout()]
         if self._group is None:
             times.append(self.restarts.next_start(now))
-        elif not self.is_loaded:
-            times.append(self._group.since + self._engine.config.load_timeout_s)
         due = [moment for moment in times if moment is not None]
         return min(MAX_PAUSE_S, max(0.0, min(due) - now)) if due else None
 
-    def _check_timeouts(self, now: float) -> None:
-        error: EngineError | None = None
-        limit = self._engine.config.load_timeout_s
+    def _timeout(self) -> float | None:
+        """When the next message must have come."""
         if self.running:
-            errors = (each.timeout_error(now) for each in self.running.values())
-            error = next((each for each in errors if each is not None), None)
-        elif self._group is not None and not self.is_loaded and now - self._group.since >= limit:
-            error = StepTimeoutError(
-                f"The worker did not load the model within {limit:g} s, and was stopped. Is the disk or the network "
-                "very slow? If loading does take that long, raise load_timeout_s."
+            limit_s = max(MAX_SILENCES * self._longest_s, *(job.limit_s for job in self.running.values()))
+            timeout = self._last_heard + limit_s
+            return timeout if self._settle_by is None else min(timeout, self._settle_by)
+        is_loading = self._group is not None and not self.is_loaded
+        return self._last_heard + self._engine.config.load_timeout_s if is_loading else None
+
+    def _check_timeouts(self, now: float) -> None:
+        timeout = self._timeout()
+        if timeout is None or now < timeout:
+            return
+        if not self.running:
+            self._lose_worker(now, StepTimeoutError(
+                f"The worker did not load the model within {self._engine.config.load_timeout_s:g} s, and was stopped. "
+                "Is the disk or the network very slow? If loading does take that long, raise load_timeout_s."
+            ))  # fmt: skip
+        elif self._settle_by is not None and now >= self._settle_by:
+            problem = f"Other ranks did not answer after an error ({_errors(next(iter(self.running.values())))})."
+            self._lose_worker(
+                now, WorkerLostError(f"{problem} All ranks were stopped and are being replaced: try again.")
             )
-        if error is not None:
-            self._lose_worker(now, error)
+        else:
+            self._lose_worker(now, StepTimeoutError(
+                f"The worker sent nothing for {now - self._last_heard:.3g} s, {self._step()}, and was stopped. Try "
+                "again; if steps do take that long, raise step_timeout_s."
+            ))  # fmt: skip
+
+    def _step(self) -> str:
+        return next(iter(self.running.values())).step
 
     def _start_group(self, now: float) -> None:
         try:
@@ -157,7 +180,7 @@ class Replica:
             reason = f"{type(error).__name__}: {error}"
             self._lose_worker(now, EngineError(f"No worker process could be started: {reason}. Is enough memory free?"))
         else:
-            self._group = group
+            self._group, self._last_heard = group, time.monotonic()
             self.restarts.count += self.was_loaded
 
     def _has_room(self) -> bool:
@@ -166,14 +189,16 @@ class Replica:
             return False
         return len(self.running) <= self._engine.fewest_running()
 
-    def _start_job(self, group: WorkerGroup, now: float) -> None:
-        job = self._engine.queue.pop()
-        assert job is not None, "the caller has seen that one waits"
-        limit_s = silence_limit(self._engine.config, self._engine.facts, job.request)
-        each = Running(self._engine.next_number(), job, now, limit_s)
-        self.running[each.number] = each
+    def _start_job(self, group: WorkerGroup, job: Job, now: float) -> None:
+        if not self.running:
+            self._last_heard, self._longest_s = now, 0.0
+        self.running[job.number] = job
+        job.limit_s = silence_limit(self._engine.config, self._engine.facts, job.request)
         job.tell(Started(now - job.since))
-        group.send(Run(each.number, job.request, job.priority))
+        self._changed.notify_all()  # Others may have the fewest now.
+        left_s = None if job.deadline is None else max(1e-3, job.deadline - now)
+        # What it starts from is among its arguments.
+        group.send(Run(job.number, replace(job.request, image=None, inputs={}, deadline_s=left_s)))
 
     # ------------------------------------------------------------------------------------------ messages
 
@@ -196,30 +221,33 @@ class Replica:
                 self._engine.ready = self._loaded[0]
                 self.was_loaded = True
                 self._changed.notify_all()
-        elif (running := self.running.get(message.number)) is not None:
-            for each in self.running.values():  # One whose turn it is not is silent meanwhile.
-                each.hear(now)
+        elif (job := self.running.get(message.number)) is not None:
+            self._longest_s, self._last_heard = max(self._longest_s, now - self._last_heard), now
             if isinstance(message, Update):
-                self._update(running, message)
+                if isinstance(message.event, Progress):
+                    job.step = f"after step {message.event.step} of {message.event.num_steps}"
+                    self._engine.totals.note_step(message.event)
+                job.tell(message.event)
             else:
-                self._usage[rank] = message.usage
-                running.note(rank, message, now)
-                if len(running.answers) == group.num_ranks:
-                    self._finish(running, now)
+                self._note_end(job, rank, message, group, now)
 
-    def _update(self, running: Running, message: Update) -> None:
-        if isinstance(message.event, Progress):
-            running.step = f"after step {message.event.step} of {message.event.num_steps}"
-            self._engine.totals.note_step(message.event)
-        running.job.tell(message.event)
+    def _note_end(self, job: Job, rank: int, message: Finished, group: WorkerGroup, now: float) -> None:
+        """A rank has ended a job."""
+        self._usage[rank] = message.usage
+        job.outcomes[rank] = message.outcome
+        if isinstance(message.outcome, SamovarError) and self._settle_by is None:
+            self._settle_by = now + SETTLE_S
+        if len(job.outcomes) == group.num_ranks:
+            self._settle_by = None
+            self._finish(job, now)
 
-    def _finish(self, running: Running, now: float) -> None:
+    def _finish(self, job: Job, now: float) -> None:
         """All ranks have answered."""
-        if not running.can_go_on:
-            self._lose_worker(now, WorkerLostError(f"The ranks failed and were stopped: {running.errors()}"))
+        if not can_go_on(job):
+            self._lose_worker(now, WorkerLostError(f"The ranks failed and were stopped: {_errors(job)}"))
             return
-        del self.running[running.number]
-        job, outcome = running.job, running.answers[0].outcome
+        del self.running[job.number]
+        outcome = job.outcomes[0]
         if isinstance(outcome, GenerationResult):
             self.restarts.note_success()
             self._engine.totals.note_request(outcome.seconds)
@@ -236,8 +264,7 @@ class Replica:
         with self._unlocked():
             how = group.describe_end()
         if self.running:
-            step = next(iter(self.running.values())).step
-            message = f"The worker ended ({how}), {step}. It is being replaced: try again."
+            message = f"The worker ended ({how}), {self._step()}. It is being replaced: try again."
         elif self.is_loaded:
             message = f"The worker ended ({how}) while it was idle."
         else:
@@ -259,7 +286,7 @@ class Replica:
 
     def _end_group(self, wait_s: float = 0.0) -> None:
         group, self._group = self._group, None
-        self._loaded = {}
+        self._loaded, self._settle_by = {}, None
         self._status.bytes_moved += sum(usage.bytes_moved for usage in self._usage.values())
         self._usage = {}
         if group is not None:
@@ -276,12 +303,27 @@ class Replica:
             self._changed.acquire()
 
 
+def can_go_on(job: Job) -> bool:
+    """Whether the ranks can take the next job: all ended this one in the same way."""
+    kinds = {type(outcome) if isinstance(outcome, SamovarError) else None for outcome in job.outcomes.values()}
+    if len(job.outcomes) == 1 or kinds == {None}:
+        return True
+    shared = (*RAISED_BY_ALL_RANKS, OutOfMemoryError)
+    return len(kinds) == 1 and all(kind is not None and issubclass(kind, shared) for kind in kinds)
+
+
+def _errors(job: Job) -> str:
+    """What went wrong, and on which rank."""
+    outcomes = sorted(job.outcomes.items())
+    return "; ".join(f"rank {rank}: {each}" for rank, each in outcomes if isinstance(each, SamovarError))
+
+
 def silence_limit(config: OmniDiffusionConfig, facts: PipelineFacts, request: Request) -> float:
     """How long a worker may be silent. `step_timeout_s` is for the default size; larger outputs are taken to be as slow
     as attention, which is quadratic, but nobody waits for longer than for a model to load. New shapes may be compiled
     first."""
     longest_s = max(config.step_timeout_s, config.load_timeout_s)
-    growth = num_pixels(request, facts) / num_pixels(Request(""), facts)
+    growth = num_pixels(request, facts) / num_pixels(Request(), facts)
     return longest_s if config.compile else min(longest_s, config.step_timeout_s * max(1.0, growth) ** 2)
 
 

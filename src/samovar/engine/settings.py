@@ -26,15 +26,15 @@ from ..core.settings import (
     choice,
     count,
     number,
-    parse_bytes,
     parse_flag,
     setting,
+    settings_of,
     table,
 )
-from .controlnet import ControlNetSetting, read_controlnets
-from .lora import LoraSetting, check_sources
+from .controlnet import read_controlnets
+from .lora import LoraSetting, read_sources
 from .models import find_model
-from .placement import DevicesSetting, place_replicas, read_gpus
+from .placement import place_replicas, read_gpus
 from .planning import check_loss
 from .quantize import Quantization, QuantizationSetting
 from .request import OmniDiffusionSamplingParams, read_defaults, saved_defaults
@@ -44,6 +44,13 @@ DefaultsSetting = OmniDiffusionSamplingParams | Mapping[str, Any] | None
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _FLAG_OR_NAME = SETTING._replace(parse=parse_flag)
+_LORA = SETTING._replace(expected="files or folders by name, such as {'pixel': 'pixel.safetensors'}", read=read_sources)
+_DEVICES = SETTING._replace(
+    expected="the numbers of GPUs, such as '0,1,2,3' or [0, 1, 2, 3]; for several workers on a CPU, give replicas and "
+    "device='cpu'",
+    read=read_gpus,
+)
+_CONTROLNETS = SETTING._replace(expected="a folder or a name on the hub, or a list of them", read=read_controlnets)
 
 
 @accept_aliases
@@ -72,9 +79,9 @@ class OmniDiffusionConfig(Settings, param="settings"):
         "Workers of AsyncOmni that share its queue, each with all of the model. By default one, or one for each "
         "of `devices`; with ranks, for as many of them as there are ranks.",
     )
-    devices: DevicesSetting = setting(
+    devices: tuple[int, ...] | None = setting(
         None,
-        SETTING,
+        _DEVICES,
         'GPUs of the replicas, such as "0,1,2,3" or [0, 1]. By default the first ones. A GPU that is named twice '
         "has two replicas.",
     )
@@ -92,18 +99,13 @@ class OmniDiffusionConfig(Settings, param="settings"):
     )
     lora: LoraSetting = setting(
         None,
-        SETTING,
+        _LORA,
         "LoRA adapters that requests may use, by name: a .safetensors file, a folder, or a name on the hub, such "
         'as {"pixel": "./pixel.safetensors"}.',
     )
-    lora_memory: str | int | None = setting(
-        None,
-        SIZE,
-        'Size of the adapters that stay loaded, such as "2GiB"; others are read again when used. By default all stay.',
-    )
     defaults: DefaultsSetting = setting(
         None,
-        SETTING,
+        settings_of(OmniDiffusionSamplingParams),
         'Sampling parameters of requests that do not give them, such as {"num_inference_steps": 28}. Others come '
         "from a tuned cache setting, then from the model's samovar.json.",
     )
@@ -124,9 +126,9 @@ class OmniDiffusionConfig(Settings, param="settings"):
         '"inpaint", "text2video", "image2video", "video2video" ..., or "controlnet". By default what its folder '
         "says.",
     )
-    controlnet: ControlNetSetting = setting(
+    controlnet: tuple[str, ...] | None = setting(
         None,
-        SETTING,
+        _CONTROLNETS,
         "A ControlNet that guides the model: a folder or a name on the hub, or a list of them. It goes with task "
         '"img2img" and "inpaint", too, where the family has such a pipeline.',
     )
@@ -236,53 +238,32 @@ class OmniDiffusionConfig(Settings, param="settings"):
 
     def check(self) -> None:
         find_model(self.model)
-        quantised = self.quantised()
+        quantised, steps = self.quantised(), self._given_defaults().num_inference_steps
         if self.attach_config.compiles and quantised is not None and quantised.files:
             raise SettingError(
                 f"compile={self.compile!r} cannot trace the weights of a GGUF file ({quantised.files[0]}). Leave out "
                 "compile, or use quantization='int4'.",
                 param="compile",
             )
-        self._check_defaults()
-        check_sources(self.lora)
-        read_controlnets(self.controlnet)
-        self.lora_bytes  # noqa: B018 - It is checked by being read.
-        if self.loss is not None:
-            check_loss(self.loss, self.quantization, self.attach_config.offload)
-        if self.num_ranks > 1:
-            self._check_gpus()
-        self.gpus  # noqa: B018 - Likewise.
-
-    def _check_defaults(self) -> None:
-        steps = self._given_defaults().num_inference_steps
         if steps is not None and self.scheduled_steps not in (None, steps):
             raise SettingError(
                 f"num_inference_steps={steps} is the default, but the cache has a schedule for {self.scheduled_steps} "
                 "steps. Leave it out, or use another cache.",
                 param="num_inference_steps",
             )
+        check_loss(self.loss, self.quantization, self.attach_config.offload)
+        if self.num_ranks > 1:
+            self._check_gpus()
+        self.gpus  # noqa: B018 - It is checked by being read.
 
     def _given_defaults(self) -> OmniDiffusionSamplingParams:
-        if isinstance(self.defaults, OmniDiffusionSamplingParams):
-            return self.defaults
-        if self.defaults is not None and not isinstance(self.defaults, Mapping):
-            raise SettingError(
-                f"defaults={self.defaults!r}; expected sampling parameters by name, such as "
-                "{'num_inference_steps': 28}.",
-                param="defaults",
-            )
-        return OmniDiffusionSamplingParams.from_dict(self.defaults or {})
+        return OmniDiffusionSamplingParams.read(self.defaults)
 
     def sampling_defaults(self, folder: Path | None) -> OmniDiffusionSamplingParams:
         """The parameters of requests that do not give them: ours, then the cache's, then the model's."""
         scheduled = OmniDiffusionSamplingParams(num_inference_steps=self.scheduled_steps)
         models = OmniDiffusionSamplingParams() if folder is None else read_defaults(folder)
         return self._given_defaults().over(scheduled).over(saved_defaults(self.cache)).over(models)
-
-    @property
-    def lora_bytes(self) -> int | None:
-        """`lora_memory` as a number."""
-        return parse_bytes(self.lora_memory, "lora_memory")
 
     @functools.cached_property
     def scheduled_steps(self) -> int | None:
@@ -295,14 +276,14 @@ class OmniDiffusionConfig(Settings, param="settings"):
         """The features to attach to the pipeline."""
         taken = {*inspect.signature(AttachConfig.of).parameters, *table(AttachConfig)}
         same = {field.name: getattr(self, field.name) for field in fields(self) if field.name in taken}
-        is_alone = (self.replicas or 1) == 1 and len(read_gpus(self.devices)) <= 1
+        is_alone = (self.replicas or 1) == 1 and len(self.devices or ()) <= 1
         return AttachConfig.of(**same | {"device": self.execution_device(), "is_alone": is_alone})
 
     @functools.cached_property
     def gpus(self) -> tuple[tuple[int, ...], ...]:
         """For each replica its GPUs, if they are chosen for it."""
-        gpus, device = read_gpus(self.devices), self.execution_device()
-        return place_replicas(self.replicas, gpus, device, self.num_ranks, torch.cuda.device_count())
+        device = self.execution_device()
+        return place_replicas(self.replicas, self.devices or (), device, self.num_ranks, torch.cuda.device_count())
 
     def place_of(self, replica: int) -> str:
         """Where a replica computes, in words."""
@@ -340,10 +321,10 @@ class OmniDiffusionConfig(Settings, param="settings"):
                 "'cpu', and choose GPUs with the environment variable CUDA_VISIBLE_DEVICES.",
                 param="device",
             )
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
-        if self.backend == "nccl" and torch.cuda.device_count() < here:
+        here, found = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks)), torch.cuda.device_count()
+        if self.backend == "nccl" and found < here:
             raise SettingError(
-                f"{here} ranks on this machine need a GPU each, and it has {torch.cuda.device_count()}. Choose smaller "
-                "degrees, or device='cpu'.",
+                f"{here} ranks on this machine need a GPU each, and it has {found}. Choose smaller degrees, or "
+                "device='cpu'.",
                 param="parallel",
             )

@@ -38,31 +38,12 @@ def gather(arguments: Mapping[str, Any], file: str | Path | None, rows: Mapping[
     check_names(arguments, kinds, "a setting of Omni")
     check_names(in_file, kinds, f"a setting of Omni, in {str(file)!r}")
     settings: dict[str, Any] = {}
-    for layer in (from_environment(kinds), in_file, arguments):
-        settings = {**_kept(settings, layer), **_completed(layer, settings)}
-    return aliases.resolve(settings)
-
-
-def _completed(higher: Mapping[str, Any], lower: Mapping[str, Any]) -> dict[str, Any]:
-    """What a higher source says, with `defaults` that only a lower one has."""
-    both = [layer.get("defaults") for layer in (lower, higher)]
-    is_merged = all(isinstance(defaults, Mapping) for defaults in both)
-    return {**higher, "defaults": both[0] | both[1]} if is_merged else dict(higher)  # type: ignore[operator]
-
-
-def _kept(lower: Mapping[str, Any], higher: Mapping[str, Any]) -> dict[str, Any]:
-    """What a lower source still says: nothing on a setting that a higher one decides, unless the higher one completes
-    it: a cache by its settings, or one degree by another."""
-    kept = dict(lower)
-    for name in lower:
-        setting = aliases.SETTINGS.get(name, name)
-        others = {other for other in higher if aliases.SETTINGS.get(other, other) == setting}
-        is_completed = {name, *others} <= aliases.DEGREES or (name == "cache_backend" and others == {"cache_config"})
-        if name == "cache_config" and others == {"cache_backend"}:
-            is_completed = higher["cache_backend"] == lower.get("cache_backend")
-        if others and not is_completed:
-            del kept[name]
-    return kept
+    for layer in map(aliases.resolve, (from_environment(kinds), in_file, arguments)):
+        before, now = settings.get("defaults"), layer.get("defaults")
+        settings |= layer
+        if isinstance(before, Mapping) and isinstance(now, Mapping):  # They complete each other.
+            settings["defaults"] = {**before, **now}
+    return settings
 
 
 def from_environment(kinds: Mapping[str, Kind]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .request import Progress
+from .events import Progress
 
 
 @dataclass
@@ -34,22 +34,22 @@ class EngineStatus:
     is_alive: bool = False
     """The engine will be ready again without help."""
     queued: int = 0
-    running: int = 0
-    restarts: int = 0
     steps_computed: int = 0
     steps_skipped: int = 0
     step_seconds: float = 0.0
-    bytes_moved: int = 0
-    """Weights copied to the device by offload."""
-    memory_bytes: int = 0
-    """GPU memory, or the worker processes' memory without a GPU."""
-    images: int = 0
     request_seconds: float = 0.0
     """Recent mean duration of a request."""
     failures: dict[str, int] = field(default_factory=dict)
     """By error code."""
-    worker_ids: tuple[int, ...] = ()
     replicas: tuple[ReplicaStatus, ...] = ()
+    running: int = 0
+    restarts: int = 0
+    images: int = 0
+    bytes_moved: int = 0
+    """Weights copied to the device by offload."""
+    memory_bytes: int = 0
+    """GPU memory, or the worker processes' memory without a GPU."""
+    worker_ids: tuple[int, ...] = ()
 
     @property
     def replicas_ready(self) -> int:

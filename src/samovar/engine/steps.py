@@ -7,48 +7,42 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from PIL.Image import Image
 
 from ..arch import find_denoisers
 from ..cache import CacheBackend, PipelineStats
 from ..core.errors import CancelledRequestError, NanLatentsError
-from ..hooks import ModelHook, Run, install_hook
-from ..media import upright_size
+from ..hooks import HookOrder, ModelHook, Run, current_run, install_hook
+from .events import Listener, Preview, Progress
 from .previews import NoPreview, decode_latents, predict_clean
-from .request import Listener, Preview, Progress, Request
+from .request import Request
 
 HOOK_NAME = "samovar_steps"
 CALLBACK = "callback_on_step_end"
 
 
 class StepWatch:
-    """Follows the steps of one run, which makes the image `index` of a request.
-
-    `agree` turns this rank's flag into the one that all ranks share; `size` is that of a request which gives none.
-    """
+    """Follows the steps of one run, which makes the output `index` of a request."""
 
     def __init__(
         self,
         pipeline: Any,
-        cache: CacheBackend | None,
         request: Request,
         index: int,
         listener: Listener,
-        agree: Callable[[bool], bool],
-        size: tuple[int, int] | None = None,
+        cache: CacheBackend | None = None,
+        size: tuple[int | None, int | None] = (None, None),
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
+        """`size`: that of a request which gives none. `agree` turns this rank's flag into the one of all ranks."""
+        self.pipeline, self._request, self._index, self._listener = pipeline, request, index, listener
+        self._cache, self._size, self._agree = cache, size, agree
         self.no_preview = f"{type(pipeline).__name__} does not show its latents between steps"
         """Why there was no preview, if there was none."""
-        self._size = size or (None, None)
-        self._pipeline = pipeline
-        self._cache = cache
-        self._request = request
-        self._index = index
-        self._listener = listener
-        self._agree = agree
         self._run = Run(pipeline, None)
         self._began = time.perf_counter()
         self._before: torch.Tensor | None = None
@@ -64,13 +58,14 @@ class StepWatch:
     def end_step(self, step: int, latents: Any, total: int | None = None) -> None:
         """Step `step` of `total`, counted from 0, has ended with these latents."""
         total = max(total or self._run.total() or 0, step + 1)
-        if isinstance(latents, torch.Tensor):
-            self._check(latents, step, total)  # Waits for the device, so the time below is right.
+        latents = latents if isinstance(latents, torch.Tensor) else None
+        if latents is not None and not bool(torch.isfinite(latents).all()):  # This waits for the device.
+            raise self._nan_error(step + 1, total)
         seconds = time.perf_counter() - self._began
         count = self._request.num_images
         self._listener.on_event(Progress(step + 1, total, self._index, count, seconds, self._was_computed()))
         self.check_cancelled()
-        if isinstance(latents, torch.Tensor) and self._request.num_previews:
+        if latents is not None and self._request.num_previews:
             self._preview(step, total, latents)
             self._before = latents.clone()  # Some schedulers write into their input.
         self._began = time.perf_counter()
@@ -80,15 +75,13 @@ class StepWatch:
         if self._agree(self._listener.is_cancelled()):
             raise CancelledRequestError("The request was cancelled.")
 
-    def _check(self, latents: torch.Tensor, step: int, total: int) -> None:
-        if bool(torch.isfinite(latents).all()):
-            return
+    def _nan_error(self, step: int, total: int) -> NanLatentsError:
         cache = None if self._cache is None else str(self._cache.stats())
-        raise NanLatentsError(
-            f"After step {step + 1} of {total} the latents contain NaN or infinity. "
+        return NanLatentsError(
+            f"After step {step} of {total} the latents contain NaN or infinity. "
             f"{f'Cache: {cache}. Try without the cache, or' if cache else 'Try'} another dtype, such as float32; if "
             "that does not help, the weights may be damaged.",
-            step + 1,
+            step,
             cache,
         )
 
@@ -109,30 +102,18 @@ class StepWatch:
             self.no_preview = f"there is none within {total} step{'s' * (total > 1)}"
         if step + 1 not in due:
             return
-        scheduler = getattr(self._pipeline, "scheduler", None)
         params = self._request.params
-        latents, before = (_first_branch(each) for each in (latents, self._before))
-        clean = predict_clean(scheduler, before, latents, step)
-        height, width = params.height or self._size[0], params.width or self._size[1]
-        if height is None and self._request.images:  # Of the same shape, as a rule.
-            width, height = upright_size(self._request.images[0])
+        # What a denoiser is given may hold the latents once for each branch of the guidance.
+        clean = predict_clean(getattr(self.pipeline, "scheduler", None), self._before, latents, step)[:1]
         try:
-            images = decode_latents(self._pipeline, clean, height, width)
-            if len(images) != 1:
-                raise NoPreview(f"there are {len(images)} latents for one output")
+            arguments = (self._request.arguments or {}).values()
+            like = next((value.size[::-1] for value in arguments if isinstance(value, Image)), self._size)
+            image = decode_latents(self.pipeline, clean, (params.height or like[0], params.width or like[1]))
         except NoPreview as error:
             self.no_preview = str(error)
-            return
-        self.no_preview = ""
-        self._listener.on_event(Preview(step + 1, total, self._index, images[0]))
-
-
-def _first_branch(latents: Any) -> Any:
-    """What a denoiser is given may hold the latents once for each branch of the guidance."""
-    if latents is None or len(latents) == 1:
-        return latents
-    first, *others = latents.split(1)
-    return first if all(torch.equal(first, other) for other in others) else latents
+        else:
+            self.no_preview = ""
+            self._listener.on_event(Preview(step + 1, total, self._index, image))
 
 
 def preview_steps(num_previews: int, num_steps: int) -> set[int]:
@@ -142,32 +123,35 @@ def preview_steps(num_previews: int, num_steps: int) -> set[int]:
 
 
 @contextlib.contextmanager
-def follow_steps(watch: StepWatch, pipeline: Any, call: dict[str, Any], takes: Collection[str]) -> Iterator[None]:
-    """Let a watch see every step of a pipeline call that is made within."""
+def follow_steps(watch: StepWatch, calls_back: bool) -> Iterator[dict[str, Any]]:
+    """Let a watch see every step of a pipeline call that is made within, with these arguments."""
     watch.check_cancelled()
-    if CALLBACK in takes:
-        call[CALLBACK] = watch.call_back
-        yield
+    if calls_back:
+        yield {CALLBACK: watch.call_back}
         return
-    hook = _StepHook(pipeline, watch)
+    hook = _StepHook(watch)
     with contextlib.ExitStack() as undo:
-        for denoiser in find_denoisers(pipeline).values():  # Each takes its share of the steps.
-            install_hook(undo, denoiser, HOOK_NAME, hook)
-        yield
+        for denoiser in find_denoisers(watch.pipeline).values():  # Each takes its share of the steps.
+            install_hook(undo, denoiser, f"{HOOK_NAME}_{id(hook)}", hook)
+        yield {}
         hook.end()
 
 
 class _StepHook(ModelHook):
-    """Sees steps end on a pipeline without callbacks."""
+    """Sees steps end on a pipeline without callbacks. Others may share its denoisers."""
 
-    def __init__(self, pipeline: Any, watch: StepWatch) -> None:
-        self._run = Run(pipeline, None)
-        self._watch = watch
+    order = HookOrder.OUTERMOST
+
+    def __init__(self, watch: StepWatch) -> None:
+        self._run, self._watch = Run(watch.pipeline, None), watch
         self._step: int | None = None
         self._first = 0
         self._total: int | None = None
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        run = current_run()
+        if run is None or run.pipeline is not self._watch.pipeline:
+            return args, kwargs
         position = self._run.position()
         if position is None:  # The scheduler keeps no count; a request can still be cancelled.
             self._watch.check_cancelled()

@@ -22,13 +22,12 @@ from ..core.errors import (
     SettingError,
     ShuttingDownError,
 )
-from ..core.settings import number, read_as
+from .events import Event, Failed
 from .facts import PipelineFacts
-from .job import Job
-from .job_queue import JobQueue
+from .job import Job, JobQueue
 from .messages import Ready
 from .replica import Replica
-from .request import Event, Failed, Request
+from .request import Request
 from .restarts import Restarts
 from .settings import OmniDiffusionConfig
 from .status import EngineStatus
@@ -53,7 +52,7 @@ class Supervisor:
             Replica(self, number, restarts if number == 0 else copy.deepcopy(restarts))
             for number in range(config.num_replicas)
         ]
-        self._num_runs = self._num_jobs = 0
+        self._num_jobs = 0
         self._first_error: SamovarError | None = None
         self._is_started = False
 
@@ -87,40 +86,28 @@ class Supervisor:
             self.changed.notify_all()
 
     @property
+    def loaded(self) -> Ready:
+        """What the workers that have loaded said."""
+        if self.ready is None:
+            raise SettingError("The engine has not been started. Start it first: await omni.start().")
+        return self.ready
+
+    @property
     def facts(self) -> PipelineFacts:
-        return self._loaded_once().facts
+        return self.loaded.facts
 
-    @property
-    def load_seconds(self) -> float:
-        return self._loaded_once().load_seconds
-
-    @property
-    def max_batch(self) -> int:
-        return self._loaded_once().max_batch
-
-    def submit(
-        self,
-        request: Request,
-        deliver: Callable[[Event], None] | None = None,
-        *,
-        priority: int = 0,
-        deadline_s: float | None = None,
-    ) -> Job:
+    def submit(self, request: Request, deliver: Callable[[Event], None] | None = None) -> Job:
         """Put a request into the queue; see `Job` for how to follow it."""
-        if deadline_s is not None:
-            read_as(number(above=True), deadline_s, "deadline_s")
-        self.facts.check(request)  # Before the lock: this may decode an image, which takes time.
+        request = self.facts.check(request)  # Before the lock: this may decode an image, which takes time.
         with self.changed:
             if self.is_closing or self.is_over:
                 raise self._first_error or ShuttingDownError("The engine is closing and takes no more requests.")
             now = time.monotonic()
             if self._is_down(now):
                 raise self._down(now)
-            self._num_jobs += 1
-            deadline = None if deadline_s is None else now + deadline_s
-            name = f"request-{self._num_jobs}"
-            job = Job(self, request, deliver, id=name, priority=priority, since=now, deadline=deadline)
+            job = Job(self, request, self._num_jobs + 1, now, deliver)
             self.queue.add(job, self._seconds_each)
+            self._num_jobs += 1
             self.changed.notify_all()
             return job
 
@@ -136,17 +123,16 @@ class Supervisor:
     def cancel(self, job: Job) -> None:
         """Let a job fail at once. A worker that runs it stops at its next step."""
         with self.changed:
-            if job.is_over:
-                return
-            self.queue.remove([job])
-            self.fail([job], CancelledRequestError("The request was cancelled."))
-            for replica in self._replicas:
-                replica.cancel(job)
-            self.changed.notify_all()
+            if not job.is_over:
+                self.queue.take(lambda each: each is job)
+                self.fail([job], CancelledRequestError("The request was cancelled."))
+                for replica in self._replicas:
+                    replica.cancel(job)
+                self.changed.notify_all()
 
     def position(self, job: Job) -> int:
         with self.changed:
-            return self.queue.position(job)
+            return self.queue.jobs.index(job) + 1 if job in self.queue.jobs else 0
 
     def explain(self) -> Explanation:
         """What a worker has attached, and how many of them there are."""
@@ -158,23 +144,19 @@ class Supervisor:
         offload = config.attach_config.offload
         copies = "one copy for all" if offload is not None and offload.share else "each has its own"
         why = f"they take from one queue; of offloaded weights, {copies}"
-        return replace(
-            found, features=(*found.features, Feature("replicas", f"{len(places)}: {', '.join(places)}", why))
-        )
+        feature = Feature("replicas", f"{len(places)}: {', '.join(places)}", why)
+        return replace(found, features=(*found.features, feature))
 
     def status(self) -> EngineStatus:
         with self.changed:
             replicas = tuple(replica.status() for replica in self._replicas)
+            names = ("running", "restarts", "images", "bytes_moved", "memory_bytes")
             return replace(
                 self.totals,
+                **{name: sum(getattr(each, name) for each in replicas) for name in names},
                 is_ready=any(each.is_ready for each in replicas) and not self.is_closing,
                 is_alive=self._is_started and not self.is_over and not self._is_down(time.monotonic()),
                 queued=len(self.queue.jobs),
-                running=sum(each.running for each in replicas),
-                restarts=sum(each.restarts for each in replicas),
-                images=sum(each.images for each in replicas),
-                bytes_moved=sum(each.bytes_moved for each in replicas),
-                memory_bytes=sum(each.memory_bytes for each in replicas),
                 failures=dict(self.totals.failures),
                 worker_ids=tuple(process_id for each in replicas for process_id in each.worker_ids),
                 replicas=replicas,
@@ -186,7 +168,7 @@ class Supervisor:
             self.is_closing = True
             self._fail_queued(ShuttingDownError("The engine is closing, and the request had not been started."))
             if drain_s > 0:
-                self.changed.wait_for(self._is_idle, drain_s)
+                self.changed.wait_for(lambda: self.is_over or not any(each.running for each in self._replicas), drain_s)
             for replica in self._replicas:
                 replica.fail_running(
                     ShuttingDownError("The engine is closing, and the request did not finish in time.")
@@ -203,11 +185,6 @@ class Supervisor:
         """Of all replicas that have loaded."""
         return min((len(replica.running) for replica in self._replicas if replica.is_loaded), default=0)
 
-    def next_number(self) -> int:
-        """A number that no other run has."""
-        self._num_runs += 1
-        return self._num_runs
-
     def fail(self, jobs: list[Job], error: SamovarError) -> None:
         for job in jobs:
             if not job.is_over:
@@ -216,9 +193,10 @@ class Supervisor:
                 job.end(Failed(error))
 
     def fail_overdue(self, now: float) -> None:
-        for job in self.queue.pop_overdue(now):
-            waited = (job.deadline or now) - job.since
-            message = f"The request did not start within {waited:.3g} s. Allow more time, or try again later."
+        for job in self.queue.take(lambda each: each.deadline is not None and each.deadline <= now):
+            message = (
+                f"The request did not start within {job.request.deadline_s:.3g} s. Allow more, or try again later."
+            )
             self.fail([job], QueueTimeoutError(message))
 
     def check_down(self, now: float) -> None:
@@ -241,11 +219,7 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------ inside
 
     def _fail_queued(self, error: SamovarError) -> None:
-        jobs, self.queue.jobs = self.queue.jobs, []
-        self.fail(jobs, error)
-
-    def _is_idle(self) -> bool:
-        return self.is_over or not any(replica.running for replica in self._replicas)
+        self.fail(self.queue.take(lambda each: True), error)
 
     def _is_down(self, now: float) -> bool:
         """Whether no replica restarts its worker for now."""
@@ -258,8 +232,3 @@ class Supervisor:
             f"{next_one.max_crashes} workers ended within {next_one.window_s:g} s. The next one starts in "
             f"{rest:.0f} s. See the worker's log, and check whether the machine ran out of memory."
         )
-
-    def _loaded_once(self) -> Ready:
-        if self.ready is None:
-            raise SettingError("The engine has not been started. Start it first: await omni.start().")
-        return self.ready

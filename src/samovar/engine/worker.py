@@ -1,62 +1,47 @@
-"""A loaded pipeline that serves requests: it calls the pipeline, and names what went wrong."""
+"""A loaded pipeline that serves requests. They meet at its denoiser, or are served one at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import gc
-import os
+import math
 import queue
-import random
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..arch import find_denoisers
-from ..arch.modular import adapt, is_modular
+from ..arch import ModuleDiscovery
+from ..arch.modular import is_modular
 from ..arch.modules import unwrapped
-from ..builtin import BUILTIN_MODELS, MAX_SIDE
-from ..cache import AutoConfig, TunedFor
-from ..compose import AttachConfig, Attached, Explanation, tiled_if_needed
+from ..cache import AutoConfig
+from ..compose import Attached, Explanation, tiled_if_needed
 from ..compose.explain import Feature
-from ..core.errors import (
-    CancelledRequestError,
-    EngineError,
-    NanLatentsError,
-    OutOfMemoryError,
-    SamovarError,
-    SettingError,
-)
-from ..core.settings import parse_bytes
+from ..core.errors import CancelledRequestError, EngineError, NanLatentsError, SamovarError, SettingError
 from ..hooks import hook_pipeline, pipeline_hooks, running
 from .calling import call_pipeline
-from .controlnet import controlnet_bytes, read_controlnets
-from .facts import facts_of
-from .failures import described, failure, is_out_of_memory
+from .embeddings import Embeddings
+from .events import SILENT, GenerationResult, Listener, Outcome
+from .facts import PipelineFacts, facts_of
+from .failures import failure, is_out_of_memory
+from .loading import Loaded, adopt, load_model
 from .lora import Adapters
-from .meeting import Meeting
-from .models import fetch_model, find_loader, load_pipeline, resolve_dtype
-from .notes import notes_on, notes_on_model
-from .outputs import output_fields, take_outputs
-from .planning import choose_quantization
-from .quantize import Quantization
-from .request import SILENT, GenerationResult, Listener, OmniDiffusionSamplingParams, Request, saved_defaults
+from .meeting import DENOISER, Meeting
+from .notes import notes_on
+from .outputs import take_outputs
+from .request import OmniDiffusionSamplingParams, Request, saved_defaults
 from .settings import OmniDiffusionConfig
-from .steps import StepWatch, follow_steps
+from .steps import CALLBACK, StepWatch, follow_steps
 
-Outcome = GenerationResult | SamovarError
 T = TypeVar("T")
 RUNS_PER_PLACE = 2
 """Requests that are begun for each that is computed at a time: a short one need not wait for the end of long ones."""
-
 RAISED_BY_ALL_RANKS = (CancelledRequestError, NanLatentsError, SettingError)
 """All ranks raise these at the same place. After other errors, the other ranks may wait for the one that failed."""
 
@@ -79,143 +64,83 @@ class Usage(NamedTuple):
     """Weights copied to the device so far."""
     alone: str = ""
     """Why requests are served one at a time, if they are."""
-
-
-def _check_not_for_loading(config: OmniDiffusionConfig, pipeline: Any) -> None:
-    """Refuse settings that come too late for a pipeline that is loaded."""
-    name = type(pipeline).__name__
-    if config.task is not None:
-        raise SettingError(f"This {name} is loaded, so its task is decided. Leave out task.", param="task")
-    if config.controlnet is not None:
-        raise SettingError(f"This {name} is loaded. Load it with its ControlNet.", param="controlnet")
-    if config.quantised() is not None or config.loss not in (None, "exact"):
-        raise SettingError(
-            f"Weights are quantised while they are loaded, and this {name} is loaded. Give the model's name or folder, "
-            "or load it with a quantization_config of diffusers and leave out quantization and loss.",
-            param="quantization" if config.loss is None else "loss",
-        )
-
-
-def _folder_of(config: OmniDiffusionConfig) -> Path:
-    """Where the model is. A cache that was tuned for another is refused now, before weights are loaded."""
-    folder = fetch_model(config.model, trust_remote_code=config.trust_remote_code)
-    tuned = TunedFor.read(config.cache)
-    if tuned is not None:
-        tuned.check_folder(folder)
-    return folder
+    prompts_kept: int = 0
+    """Prompts that no encoder was needed for."""
 
 
 class Worker:
-    """A pipeline with features attached. Requests meet at its denoiser, or are served one at a time."""
+    """A pipeline with features attached."""
 
     def __init__(
         self, config: OmniDiffusionConfig, pipeline: Any = None, components: Mapping[str, Any] | None = None
     ) -> None:
         """Load the model, but for `components` that are loaded already, or take a pipeline that is."""
+        self.config = config
         self._tuned = saved_defaults(config.cache)
-        self._restore: Callable[[], None] = lambda: None
-        self.device = config.execution_device()
-        defaults, self._why_quantised = config.sampling_defaults(None), ""
-        started = time.perf_counter()
-        is_builtin = pipeline is None and config.model in BUILTIN_MODELS
-        if pipeline is None:
-            folder = _folder_of(config)
-            defaults = config.sampling_defaults(folder)
-            which = {"task": config.task, "controlnets": read_controlnets(config.controlnet)}
-            loader = find_loader(folder, trust_remote_code=config.trust_remote_code, **which)  # type: ignore[arg-type]
-            if loader.__name__ != "DiffusionPipeline":  # Otherwise the class comes with the model.
-                output_fields(loader)
-            started = time.perf_counter()  # Imports do not count as loading.
-            dtype = resolve_dtype(config.dtype, self.device)
-            quantised, self._why_quantised = self._quantization(config, folder, dtype, defaults)
-            how = {"trust_remote_code": config.trust_remote_code, "quantization": quantised, **which}
-            pipeline = load_pipeline(folder, dtype, components=components, **how)  # type: ignore[arg-type]
-            # A bar is shown on a terminal (None), not in a file.
-            is_shown = config.progress and os.environ.get("RANK", "0") == "0"
-            pipeline.set_progress_bar_config(disable=None if is_shown else True, leave=False, desc="denoising")
-        else:
-            _check_not_for_loading(config, pipeline)
-            self._restore = adapt(pipeline)
-            if config.device is None:
-                self.device = pipeline.device  # Where its owner put it.
-        self.pipeline = pipeline
-        try:
-            self._attach(config, defaults, is_builtin)
-        except BaseException:
-            self._restore()
-            raise
-        self.load_seconds = time.perf_counter() - started
+        self._embeddings = Embeddings()
+        self._pipelines: queue.LifoQueue[Any] = queue.LifoQueue()
+        """Those that no run has."""
+        self._meeting: Meeting | None = None
+        with contextlib.ExitStack() as undo:
+            loaded = load_model(config, components) if pipeline is None else adopt(config, pipeline)
+            undo.callback(loaded.restore)
+            self.pipeline, self.device = loaded.pipeline, loaded.device
+            self._attach(loaded, undo)
+            self.load_seconds = time.perf_counter() - loaded.started
+            self._undo = undo.pop_all()
 
-    def _attach(self, config: OmniDiffusionConfig, defaults: OmniDiffusionSamplingParams, is_builtin: bool) -> None:
+    def _attach(self, loaded: Loaded, undo: contextlib.ExitStack) -> None:
         """Attach the features to the pipeline, and know what it takes and makes."""
-        pipeline = self.pipeline
-        self.facts = facts_of(pipeline, defaults)
-        if is_builtin:
-            self.facts = replace(self.facts, max_side=MAX_SIDE)
-        self._adapters = Adapters(pipeline, config.lora, config.lora_bytes) if config.lora else None
-        offload = config.attach_config.offload
+        pipeline, config, defaults = self.pipeline, self.config, loaded.defaults
+        cache, offload = config.attach_config.cache, config.attach_config.offload
+        adapters = undo.enter_context(Adapters(pipeline, config.lora)) if config.lora else None
+        self._switch: Callable[[Any], None] = adapters.use if adapters is not None else lambda adapters: None
         if offload is None:  # Offloaded weights never pass through the device as a whole.
             pipeline.to(self.device)
         for name in offload.exclude if offload is not None else ():
             part = getattr(pipeline, name, None)  # A name that is none is refused below.
             if isinstance(part, torch.nn.Module):
                 part.to(self.device)
-        if self._adapters is not None:
-            self.facts = replace(self.facts, adapters=dict(self._adapters.bytes), lora_bytes=config.lora_bytes)
-        cache = config.attach_config.cache
-        is_auto = cache is not None and isinstance(cache.settings, AutoConfig)
-        self.facts = replace(self.facts, has_tolerance=is_auto, scheduled_steps=config.scheduled_steps)
-        self._alone = self._why_alone(config)
+        facts = facts_of(pipeline, defaults)
+        self._alone = why_alone(config, pipeline)
         self.max_batch = 1 if self._alone else config.max_batch
-        frames = defaults.num_frames
-        size = {"height": defaults.height, "width": defaults.width, "frames": frames, "batch": self.max_batch}
-        try:
-            features = config.attach_config
-            if not self._alone and features.offload is not None:  # Those who meet are at different times.
-                features = replace(features, offload=replace(features.offload, precompute=False))
-            features = tiled_if_needed(pipeline, features.for_requests(**size))
-            self._attached = Attached(pipeline, self._with_room(features))
-        except BaseException:
-            self._unload_adapters()
-            raise
-        self._open_meeting()
-        self.facts = replace(self.facts, explanation=self.explain())
-
-    def _why_alone(self, config: OmniDiffusionConfig) -> str:
-        """Why requests are served one at a time, if they must be."""
-        pipeline, cache, offload = self.pipeline, config.attach_config.cache, config.attach_config.offload
-        inner = [name for name, value in vars(pipeline).items() if hasattr(value, "components")]
-        most = self.facts.lora_bytes
-        reasons = {
-            "max_batch is 1": config.max_batch == 1,
-            "several ranks compute one image": config.num_ranks > 1,
-            f"{type(pipeline).__name__} is a modular pipeline": is_modular(type(pipeline)),
-            f"{type(pipeline).__name__} is made of others ({', '.join(inner)})": bool(inner),
-            f"{type(pipeline).__name__} cannot be copied": not callable(
-                getattr(pipeline, "set_progress_bar_config", 0)
-            ),
-            "this cache decides inside of the model": cache is not None and not isinstance(cache.settings, AutoConfig),
-            "compile records the work of one request": bool(config.compile),
-            "layers are computed ahead for one request": offload is not None and bool(offload.precompute),
-            "lora_memory has no room for all adapters": most is not None and sum(self.facts.adapters.values()) > most,
-        }
-        return next((reason for reason, is_so in reasons.items() if is_so), "")
-
-    def _open_meeting(self) -> None:
-        """Let requests meet at the denoiser, each with a copy of the pipeline."""
-        self._meeting: Meeting | None = None
-        self._copies = contextlib.ExitStack()
-        self._pipelines: queue.LifoQueue[Any] = queue.LifoQueue()
+        self._is_auto = cache is not None and isinstance(cache.settings, AutoConfig)
+        features = config.attach_config
+        if not self._alone and offload is not None:  # Those who meet are at different times.
+            features = replace(features, offload=replace(offload, precompute=False))
+        size = {"height": defaults.height, "width": defaults.width, "frames": defaults.num_frames}
+        features = tiled_if_needed(pipeline, features.for_requests(**size, batch=self.max_batch))
+        self._attached = undo.enter_context(Attached(pipeline, features))
+        self._why_quantised = loaded.why_quantised
         if not self._alone:
-            use = self._adapters.use if self._adapters is not None else lambda adapters: None
-            parts = {name: part for name, part in self.pipeline.components.items() if part is not None}
-            denoisers = list(map(unwrapped, find_denoisers(self.pipeline).values()))
-            self._meeting = self._copies.enter_context(Meeting(denoisers, parts, self.max_batch, use))
-            for _ in range(self.max_runs - 1):
-                self._pipelines.put(self._copied())
-        self._pipelines.put(self.pipeline)  # Last in, so that it is what a request alone is made with.
+            self._open_meeting(undo)
+        self._pipelines.put(pipeline)  # Last in, so that it is what a request alone is made with.
+        self.facts: PipelineFacts = replace(
+            facts,
+            adapters=tuple(config.lora or ()),
+            has_tolerance=self._is_auto,
+            scheduled_steps=config.scheduled_steps,
+            max_side=min(filter(None, (loaded.max_side, facts.max_side)), default=None),
+            explanation=self.explain(),
+        )
 
-    def _copied(self) -> Any:
+    def _open_meeting(self, undo: contextlib.ExitStack) -> None:
+        """Let requests meet at the denoiser, each with a copy of the pipeline."""
+        parts = {name: part for name, part in self.pipeline.components.items() if part is not None}
+        found = ModuleDiscovery.discover(self.pipeline)
+        doors: dict[str, list[torch.nn.Module]] = {DENOISER: list(map(unwrapped, found.dits))}
+        plan, room = None if self._attached.offloaded is None else self._attached.offloaded.plan, None
+        if plan is not None and plan.take_turns:
+            for role, modules in {"encoder": found.encoders, "vae": found.vaes}.items():
+                # Some are called by their parts, as VAEs are.
+                doors[role] = [part for module in modules for part in (module, *module.children())]
+        if plan is not None and plan.budget_bytes is not None:
+            room = max(0, plan.budget_bytes - plan.peak_bytes)
+        self._meeting = undo.enter_context(Meeting(doors, parts, self.max_batch, self._switch, room))
+        for _ in range(self.max_runs - 1):
+            self._pipelines.put(self._copied(undo))
+
+    def _copied(self, undo: contextlib.ExitStack) -> Any:
         """The pipeline with the same parts and hooks, but what a call keeps in itself, as its scheduler does."""
         copied = copy.copy(self.pipeline)
         copied.set_progress_bar_config(disable=True)
@@ -223,16 +148,21 @@ class Worker:
             if hasattr(part, "set_timesteps"):
                 setattr(copied, name, copy.deepcopy(part))
         if self._attached.cache is not None:
-            self._copies.enter_context(self._attached.cache.enable(copied))
+            undo.enter_context(self._attached.cache.enable(copied))
         for name, hook in pipeline_hooks(self.pipeline).items():
             if name not in pipeline_hooks(copied):
-                self._copies.enter_context(hook_pipeline(copied, name, hook))
+                undo.enter_context(hook_pipeline(copied, name, hook))
         return copied
 
     @property
     def why_alone(self) -> str:
         """Why requests are served one at a time; empty if they meet."""
         return self._alone if self._meeting is None else self._meeting.problem
+
+    @property
+    def max_runs(self) -> int:
+        """Requests that it can have at once: some wait while others are computed."""
+        return 1 if self._alone else RUNS_PER_PLACE * self.max_batch
 
     def explain(self) -> Explanation:
         """What is attached now, and what it has done."""
@@ -242,56 +172,88 @@ class Worker:
         why = "requests meet at the denoiser: calls of one form are computed together"
         return replace(found, features=(*found.features, Feature("requests", how, why)))
 
-    def _with_room(self, config: AttachConfig) -> AttachConfig:
-        """The same, with room within a memory budget for adapters that may be loaded later in place of smaller ones."""
-        most, offload = self.facts.lora_bytes, config.offload
-        if self._adapters is None or most is None or offload is None or offload.gpu_memory is None:
-            return config
-        missing = max(0, min(most, sum(self._adapters.bytes.values())) - self._adapters.loaded_bytes)
-        budget = (parse_bytes(offload.gpu_memory, "gpu_memory") or 0) - missing
-        return replace(config, offload=replace(offload, gpu_memory=budget))
-
-    def _quantization(
-        self, config: OmniDiffusionConfig, folder: Path, dtype: Any, defaults: OmniDiffusionSamplingParams
-    ) -> tuple[Quantization | None, str]:
-        """What to quantise, and why."""
-        attached, quantised, offload = config.attach_config, config.quantised(), config.attach_config.offload
-        if config.loss in (None, "exact") or offload is None:
-            return quantised, "asked for" if quantised is not None else ""
-        frames = defaults.num_frames
-        size = {"height": defaults.height, "width": defaults.width, "frames": frames, "batch": config.max_batch}
-        if config.controlnet is not None and offload.gpu_memory is not None:
-            beside = controlnet_bytes(read_controlnets(config.controlnet))
-            budget = parse_bytes(offload.gpu_memory, "gpu_memory") or 0
-            attached = replace(attached, offload=replace(offload, gpu_memory=max(1, budget - beside)))
-        return choose_quantization(folder, dtype, self.device, attached, size, config.loss)
+    # ------------------------------------------------------------------------------------------ requests
 
     def run(self, requests: Sequence[Request]) -> list[Outcome]:
-        """Serve requests together where they can meet, else one after the other; an error for each that fails."""
-        is_over = threading.Event()
-        listener = Listener(lambda event: None, is_over.is_set)
-        try:
-            return self._each([partial(self.make, request, listener) for request in requests])
-        finally:  # If this thread is interrupted, the others stop at their next step.
-            is_over.set()
+        """What each request makes, or its error. They run at once where they can."""
+        return self._each([partial(self.make, request) for request in requests])
 
-    def make(self, request: Request, listener: Listener = SILENT, priority: int = 0) -> Outcome:
-        """Serve one request; its error if it fails. Where requests can meet, any number of threads may call this."""
+    def make(self, request: Request, listener: Listener = SILENT) -> Outcome:
+        """What a request makes, or its error. Events go to the listener from here or from other threads."""
         try:
-            return self._make(request, listener, priority)
+            return self._make(self.facts.check(request), listener)
         except SamovarError as error:
             return error
 
-    @property
-    def max_runs(self) -> int:
-        """Calls of `make` that go on at the same time."""
-        return 1 if self._meeting is None else RUNS_PER_PLACE * self.max_batch
-
     def _each(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
-        if len(tasks) == 1 or self._meeting is None:
+        if len(tasks) < 2 or self.max_runs == 1:
             return [task() for task in tasks]
         with ThreadPoolExecutor(min(len(tasks), self.max_runs), "samovar request") as threads:
             return list(threads.map(lambda task: task(), tasks))
+
+    def _make(self, request: Request, listener: Listener) -> GenerationResult:
+        started = time.perf_counter()
+        request = replace(request, params=replace(request.params, seed=self._from_first_rank(request.params.seed or 0)))
+        runs = self._each([partial(self._run, request, index, listener) for index in range(request.num_images)])
+        return GenerationResult(
+            request.prompt,
+            tuple(output for run in runs for output in run.outputs),
+            tuple(request.seeds[index] for index, run in enumerate(runs) for _ in run.outputs),
+            request.params,
+            time.perf_counter() - started,
+            notes=tuple(dict.fromkeys(note for run in runs for note in run.notes)),
+            cache=tuple(run.stats for run in runs if run.stats is not None),
+            lora=request.lora,
+        )
+
+    def _run(self, request: Request, index: int, listener: Listener) -> Made:
+        """One output of a request, by a call of the pipeline."""
+        pipeline, cache = self._pipelines.get(), None if request.exact else self._attached.cache
+        watch = StepWatch(pipeline, request, index, listener, cache, self.facts.size or (None, None), self._agree)
+        try:
+            with self._turn(request, listener), self._precision(request), running(pipeline):
+                kept = self._embeddings.kept(pipeline, request.lora)
+                with kept, follow_steps(watch, CALLBACK in self.facts.takes) as following:
+                    call = {**(request.arguments or {}), **following}
+                    output = call_pipeline(pipeline, [request.prompt], [request.seeds[index]], call)
+                outputs = take_outputs(self.facts.output, output, self.facts.fps(request.params))
+                stats = None if cache is None else cache.stats()
+                notes = [*notes_on(request, outputs, pipeline, self._tuned)]
+            if request.num_previews and watch.no_preview:
+                notes.insert(0, f"there was no preview: {watch.no_preview}")
+            return Made(outputs, stats, notes)
+        except SamovarError:
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C.
+            missing = self.facts.inputs.missing(request.arguments or {})
+            problem = failure(error, self.facts.class_name, self.facts.output.kind, request, missing)
+            if not is_out_of_memory(error):
+                raise problem from error
+        finally:
+            self._pipelines.put(pipeline)
+        # The error held every frame of the call. Memory can be freed only now that it is gone.
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise problem
+
+    @contextlib.contextmanager
+    def _turn(self, request: Request, listener: Listener) -> Iterator[None]:
+        """Its adapters are switched on, and no other run has the interpreter, but while it waits for others."""
+        if self._meeting is None:
+            self._switch(request.lora)
+            yield
+            return
+        deadline = math.inf if request.deadline_s is None else time.monotonic() + request.deadline_s
+        with self._meeting.member(listener.is_cancelled, request.lora, request.priority, deadline):
+            yield
+
+    def _precision(self, request: Request) -> contextlib.AbstractContextManager[None]:
+        if request.exact and not self._is_auto:
+            return self._attached.exactly()
+        return self._attached.tolerating(0.0 if request.exact else request.tolerance)
 
     def warm_up(self) -> float:
         """Make an image of the default size, and return how many seconds it took. Two steps show everything, unless a
@@ -300,117 +262,59 @@ class Worker:
         steps = None if self._attached.cache is not None or "num_inference_steps" not in self.facts.takes else 2
         params = OmniDiffusionSamplingParams(seed=0, num_inference_steps=steps)
         inputs = self.facts.inputs.blanks(self.facts.defaults.width or 512, self.facts.defaults.height or 512)
-        image = inputs.pop("image", None)
-        outcome = self.make(Request("warm-up" if self.facts.takes_prompt else "", params, image, inputs=inputs))
+        outcome = self.make(Request("warm-up" if self.facts.takes_prompt else "", params, inputs=inputs))
         if isinstance(outcome, SamovarError):
             raise EngineError(f"The warm-up failed: {outcome} To start without one, give warm_up=False.") from outcome
         return time.perf_counter() - started
 
+    # ------------------------------------------------------------------------------------------ the process
+
     def is_healthy(self) -> bool:
         """Whether the GPU still works: after some errors it never does again in this process."""
-        if self.device.type != "cuda":
-            return True
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError:
-            return False
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:
+                return False
         return True
 
     def usage(self) -> Usage:
         offloaded = self._attached.offloaded
         moved = 0 if offloaded is None else offloaded.stats().sent_bytes
-        on_gpu = self.device.type == "cuda"
-        return Usage(torch.cuda.memory_allocated() if on_gpu else _resident_bytes(), moved, self.why_alone)
+        memory = torch.cuda.memory_allocated() if self.device.type == "cuda" else _resident_bytes()
+        return Usage(memory, moved, self.why_alone, self._embeddings.num_kept)
 
     def close(self) -> None:
         """Detach everything from the pipeline, which frees its memory."""
-        self._copies.close()
-        self._attached.detach()
-        self._unload_adapters()
-        self._restore()
-
-    def _unload_adapters(self) -> None:
-        if self._adapters is not None:
-            self._adapters.close()
-
-    def _make(self, request: Request, listener: Listener, priority: int) -> GenerationResult:
-        call = self.facts.check(request)
-        params = self.facts.completed(request)
-        seed = self._from_first_rank(random.randrange(2**32)) if params.seed is None else params.seed
-        full = replace(request, params=replace(params, seed=seed))
-        started = time.perf_counter()
-        runs = self._each(
-            [partial(self._run, full, index, call, listener, priority) for index in range(full.num_images)]
-        )
-        outputs = tuple(output for run in runs for output in run.outputs)
-        notes = (
-            note for run in runs for note in (*run.notes, *notes_on(run.outputs, request, full.params, self.facts))
-        )
-        return GenerationResult(
-            request.prompt,
-            outputs,
-            tuple(full.seeds[index] for index, run in enumerate(runs) for _ in run.outputs),
-            full.params,
-            time.perf_counter() - started,
-            cache=tuple(run.stats for run in runs if run.stats is not None),
-            lora=request.lora,
-            notes=tuple(dict.fromkeys(notes)),
-        )
-
-    def _run(self, request: Request, index: int, call: dict[str, Any], listener: Listener, priority: int) -> Made:
-        """One output of a request, by a call of the pipeline."""
-        cache, pipeline = None if request.exact else self._attached.cache, self._pipelines.get()
-        missing = ""
-        try:
-            with contextlib.ExitStack() as stack:
-                if self._meeting is not None:
-                    stack.enter_context(self._meeting.member(priority, listener.is_cancelled, request.lora))
-                elif self._adapters is not None:
-                    self._adapters.use(request.lora)
-                if request.exact:
-                    is_auto = isinstance(getattr(self._attached.config.cache, "settings", None), AutoConfig)
-                    stack.enter_context(self._attached.tolerating(0.0) if is_auto else self._attached.exactly())
-                else:
-                    stack.enter_context(self._attached.tolerating(request.tolerance))
-                call = call | self.facts.inputs_of(request)
-                missing = " and no ".join(self.facts.inputs.missing(call))
-                stack.enter_context(running(pipeline))  # So that the cache knows whose figures are asked for.
-                watch = StepWatch(pipeline, cache, request, index, listener, self._agree, self.facts.size)
-                stack.enter_context(follow_steps(watch, pipeline, call, self.facts.takes))
-                output = call_pipeline(pipeline, [request.prompt], [request.seeds[index]], call, missing)
-                (made,) = take_outputs(self.facts.output, output, 1, self.facts.fps(request.params))
-                stats = None if cache is None else cache.stats()
-                notes = notes_on_model(request, pipeline, self._tuned)
-            if request.num_previews and watch.no_preview:
-                notes = [f"there was no preview: {watch.no_preview}", *notes]
-            return Made(made, stats, notes)
-        except SamovarError:
-            raise
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                raise  # Ctrl-C.
-            problem = next(iter(str(error).splitlines()), type(error).__name__)
-            if not is_out_of_memory(error):
-                raise failure(error, self.facts.class_name, request.params.options, missing) from error
-        finally:
-            self._pipelines.put(pipeline)
-        # The error held every frame of the call. Memory can be freed only now that it is gone.
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        what = described(request.params, 1, self.facts.output.kind)
-        raise OutOfMemoryError(f"There is not enough memory for {what}: {problem}")
+        self._undo.close()
 
     def _agree(self, flag: bool) -> bool:
         return bool(self._from_first_rank(flag))
 
     def _from_first_rank(self, value: int) -> int:
         """Rank 0's value, on all ranks. It draws seeds, and alone hears of cancelled requests."""
-        if self._attached.config.num_ranks == 1:
+        if self.config.num_ranks == 1:
             return value
-        shared = torch.tensor([value], dtype=torch.int64, device=self.device)
+        shared = torch.tensor([value - 2**63], dtype=torch.int64, device=self.device)
         dist.broadcast(shared, src=0)
-        return int(shared.item())
+        return int(shared.item()) + 2**63
+
+
+def why_alone(config: OmniDiffusionConfig, pipeline: Any) -> str:
+    """Why requests are served one at a time, if they must be."""
+    cache, offload, name = config.attach_config.cache, config.attach_config.offload, type(pipeline).__name__
+    inner = [part for part, value in vars(pipeline).items() if hasattr(value, "components")]
+    reasons = {
+        "several ranks compute one image": config.num_ranks > 1,
+        f"{name} is a modular pipeline": is_modular(type(pipeline)),
+        f"{name} is made of others ({', '.join(inner)})": bool(inner),
+        f"{name} cannot be copied": not callable(getattr(pipeline, "set_progress_bar_config", None)),
+        "this cache decides inside of the model": cache is not None and not isinstance(cache.settings, AutoConfig),
+        "compiled blocks are made for the sizes of one request": config.attach_config.compiles,
+        "layers are computed ahead for one request": offload is not None and bool(offload.precompute),
+        "max_batch is 1": config.max_batch == 1,
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), "")
 
 
 def _resident_bytes() -> int:

@@ -20,8 +20,8 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 from ..core.errors import EngineError, SamovarError
 from ..offload.host import trim_heap
 from ..parallel import join_world
+from .events import Event, Listener
 from .messages import Cancel, Fatal, Finished, FromWorker, Ready, Run, Update, receive, send
-from .request import Event, Listener
 from .settings import OmniDiffusionConfig
 from .worker import Worker
 
@@ -52,15 +52,15 @@ def worker_main(config: OmniDiffusionConfig, place: Place, pipe: Connection) -> 
         if place.num_ranks > 1:
             _join_ranks(config, place)
         worker = Worker(config)
-        warms_up = bool(config.compile) if config.warm_up is None else config.warm_up
-        warm_up_s = worker.warm_up() if warms_up else None
+        if config.warm_up or (config.warm_up is None and config.compile):
+            worker.warm_up()
     except SamovarError as error:
         send(pipe, Fatal(error), place.parent_id)
         return
     except BaseException as error:
         send(pipe, Fatal(EngineError(f"Loading failed: {type(error).__name__}: {error}")), place.parent_id)
         raise
-    ready = Ready(worker.facts, worker.load_seconds, worker.usage(), worker.max_batch, warm_up_s, worker.max_runs)
+    ready = Ready(worker.facts, worker.load_seconds, worker.usage(), worker.max_batch, worker.max_runs)
     send(pipe, ready, place.parent_id)
     gc.collect()
     gc.freeze()  # Otherwise each collection would search the whole model, for a sixth of a second.
@@ -184,7 +184,7 @@ def _answer(worker: Worker, run: Run, inbox: Inbox, pipe: Connection, place: Pla
             tell(Update(run.number, event))
 
     try:
-        outcome = worker.make(run.request, Listener(on_event, lambda: inbox.is_cancelled(run.number)), run.priority)
+        outcome = worker.make(run.request, Listener(on_event, lambda: inbox.is_cancelled(run.number)))
     except BaseException as error:
         tell(Fatal(EngineError(f"The worker failed: {type(error).__name__}: {error}")))
         raise

@@ -176,7 +176,7 @@ class Runner:
     def _call(self, tasks: Sequence[Task], steps: int) -> torch.Tensor:
         is_video = self._facts.output.kind == "video"
         how = {"num_inference_steps": steps, "output_type": "np" if is_video else "pt"}
-        call = self._facts.check(Request("", self.params)) | how
+        call = {**(self._facts.check(Request("", self.params)).arguments or {}), **how}
         output = call_pipeline(self.pipeline, [task.prompt for task in tasks], [task.seed for task in tasks], call)
         images = getattr(output, self._facts.output.field)
         if is_video and len(images):  # (N, frames, height, width, 3), or a list of videos.

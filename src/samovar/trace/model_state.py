@@ -26,6 +26,8 @@ _version, _dtype, _forward = attrgetter("_version"), attrgetter("dtype"), attrge
 _call: Any = operator.call
 _address = torch.Tensor.data_ptr
 _own_hooks: weakref.WeakSet[Any] = weakref.WeakSet()
+MAX_STATES = 16
+"""States of a model that are told from new ones."""
 
 
 def own(hook: Any) -> None:
@@ -143,25 +145,34 @@ def _held_by(entries: Mapping[str, Any]) -> list[Any]:
 
 
 class Generation:
-    """Counts the changes of some modules, and of peft's adapters on a whole model."""
+    """Numbers the states of some modules, and of peft's adapters on a whole model. One that comes back, such as that of
+    adapters which are switched on again, has the number that it had."""
 
     def __init__(self, model: torch.nn.Module, modules: Callable[[], Iterable[torch.nn.Module]] = tuple) -> None:
         self._model = model
         self._modules = modules
-        self._number = 0
-        self._look()
+        self._count = 0
+        self._states: dict[int, tuple[ModelState, tuple[str, ...], list[Any]]] = {}
+        """The modules, the adapters that are loaded and their settings, by the number of the state."""
+        self._number = self._look()
 
-    def _look(self) -> None:
-        self._state = ModelState(self._modules())
-        self._loaded = loaded_adapters(self._model)
-        self._adapters = adapters_of(self._model.modules()) if self._loaded else []
+    def _look(self) -> int:
+        self._count += 1
+        loaded = loaded_adapters(self._model)
+        adapters = adapters_of(self._model.modules()) if loaded else []
+        self._states[self._count] = ModelState(self._modules()), loaded, adapters
+        self._states.pop(self._count - MAX_STATES, None)
+        return self._count
+
+    def _holds(self, number: int) -> bool:
+        state, loaded, adapters = self._states[number]
+        is_same = all(adapter_settings(module) == settings for module, settings in adapters)
+        return is_same and loaded_adapters(self._model) == loaded and state.holds()
 
     def check(self) -> int:
-        """The current generation; it grows when something is seen to have changed."""
-        is_same = not self._adapters or all(adapter_settings(module) == old for module, old in self._adapters)
-        if not is_same or loaded_adapters(self._model) != self._loaded or not self._state.holds():
-            self._number += 1
-            self._look()
+        """The number of the current state."""
+        if self._number not in self._states or not self._holds(self._number):
+            self._number = next(filter(self._holds, self._states), 0) or self._look()
         return self._number
 
 

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from ..compose import Explanation
 from ..core.errors import SamovarError, SettingError
 from ..parallel import join_world
-from .request import SILENT, Done, Event, Failed, Listener, Request, Started
+from .events import SILENT, Done, Event, Failed, Listener, Outcome, Started
+from .request import Request
 from .settings import OmniDiffusionConfig
 from .supervisor import Supervisor
-from .worker import Outcome, Worker
+from .worker import Worker
 
 _POLL_S = 0.1
 """How often cancellation is checked while no event arrives."""
@@ -27,13 +28,10 @@ class MultirankWorker:
     """Worker processes that act as one worker. If one of them dies, all are replaced."""
 
     def __init__(self, config: OmniDiffusionConfig) -> None:
-        supervisor = Supervisor(config)
+        self._supervisor = supervisor = Supervisor(config)
         supervisor.start()
-        self._supervisor = supervisor
         self.close = weakref.finalize(self, supervisor.close)
-        self.facts = supervisor.facts
-        self.load_seconds = supervisor.load_seconds
-        self.max_batch = supervisor.max_batch
+        self.facts, self.load_seconds = supervisor.facts, supervisor.loaded.load_seconds
 
     def explain(self) -> Explanation:
         """What was attached when they were started."""
@@ -77,37 +75,37 @@ ImageWorker = Worker | MultirankWorker
 def start_worker(config: OmniDiffusionConfig, pipeline: Any = None) -> ImageWorker:
     """A worker in this process if one rank is enough or torchrun started the others; else a process for each rank. A
     pipeline that is already loaded cannot be sent to other processes."""
+    name = "devices" if config.devices is not None else "replicas"
     if config.replicas not in (None, 1) or config.devices is not None:
-        name = "devices" if config.devices is not None else "replicas"
         raise SettingError(
             f"{name}={getattr(config, name)!r} is for AsyncOmni and samovar serve, where several workers share a "
             "queue. Omni has one: leave it out, and give device to choose a GPU or parallel to use several for one "
             "image.",
             param=name,
         )
-    if not dist.is_initialized() and not is_under_torchrun():
-        if config.num_ranks == 1:
-            worker = Worker(config, pipeline)
-            if config.warm_up:
-                worker.warm_up()
-            return worker
-        if pipeline is not None:
+    has_group, ranks = dist.is_initialized(), config.num_ranks
+    if has_group or is_under_torchrun():
+        running = dist.get_world_size() if has_group else _world_size()
+        if ranks != running and (ranks > 1 or not has_group):
             raise SettingError(
-                f"These settings need {config.num_ranks} processes, and a loaded pipeline cannot be sent to another "
-                "process. Give the model's name or folder, or start this script with torchrun.",
-                param="model",
+                f"{running} ranks are running, and parallel={config.parallel!r} needs {ranks}. The product of its "
+                "degrees must be the number of ranks.",
+                param="parallel",
             )
+        if not has_group:
+            join_world(backend=config.backend)
+    elif ranks > 1 and pipeline is None:
         return MultirankWorker(config)
-    world_size = dist.get_world_size() if dist.is_initialized() else _world_size()
-    if config.num_ranks != world_size and (config.num_ranks > 1 or not dist.is_initialized()):
+    elif ranks > 1:
         raise SettingError(
-            f"{world_size} ranks are running, and parallel={config.parallel!r} needs {config.num_ranks}. The product "
-            "of its degrees must be the number of ranks.",
-            param="parallel",
+            f"These settings need {ranks} processes, and a loaded pipeline cannot be sent to another process. Give the "
+            "model's name or folder, or start this script with torchrun.",
+            param="model",
         )
-    if not dist.is_initialized():
-        join_world(backend=config.backend)
-    return Worker(config, pipeline)
+    worker = Worker(config, pipeline)
+    if config.warm_up:
+        worker.warm_up()
+    return worker
 
 
 def is_under_torchrun() -> bool:

@@ -1,0 +1,102 @@
+"""Prompt embeddings that are kept, so that a prompt that was encoded before wakes no encoder.
+
+Kept are the outputs of a pipeline's own `encode_prompt`, on the host, by all that they depend on: its arguments, the
+pipeline's settings, its tokenizers, the state of its modules and their adapters. What depends on anything that cannot
+be compared, such as an image, or draws random numbers, is encoded each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+
+from ..core import nested
+from ..core.interop import OF_A_CALL
+from ..core.tensor_parts import num_bytes_of
+from ..trace.model_state import ModelState
+from .calling import random_state
+
+MAX_BYTES = 2**28
+_ENCODE = "encode_prompt"
+
+
+class Embeddings:
+    """What prompts were encoded to. The least recently used are forgotten first."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self.num_kept = self.num_encoded = 0
+        """Prompts that were found, and that were encoded."""
+        self._max_bytes = max_bytes
+        self._states: dict[Hashable, ModelState] = {}
+        """Of all modules of the pipeline, by the adapters that are switched on."""
+        self._stored: OrderedDict[tuple[Hashable, ...], tuple[Any, list[torch.device]]] = OrderedDict()
+
+    @contextlib.contextmanager
+    def kept(self, pipeline: Any, adapters: Hashable = ()) -> Iterator[None]:
+        """Inside, the pipeline finds what it has encoded before with these adapters."""
+        encode, is_own = getattr(pipeline, _ENCODE, None), _ENCODE in vars(pipeline)
+        if encode is None:
+            yield
+            return
+
+        @functools.wraps(encode)
+        def remembered(*args: Any, **kwargs: Any) -> Any:
+            key = self._key(pipeline, adapters, (args, kwargs))
+            if key is not None and key in self._stored:
+                self.num_kept += 1
+                return self._found(key)
+            before = _settings(pipeline), random_state()
+            output = encode(*args, **kwargs)
+            self.num_encoded += 1
+            is_pure = nested.is_transparent(output) and nested.equal(before, (_settings(pipeline), random_state()))
+            if key is not None and is_pure:
+                self._store(key, output)
+            return output
+
+        setattr(pipeline, _ENCODE, remembered)
+        try:
+            yield
+        finally:
+            delattr(pipeline, _ENCODE)
+            if is_own:
+                setattr(pipeline, _ENCODE, encode)
+
+    def _key(self, pipeline: Any, adapters: Hashable, given: Any) -> tuple[Hashable, ...] | None:
+        """All that the embeddings depend on; None if something of it cannot be compared."""
+        if not _is_plain(given):
+            return None
+        parts = [part for part in pipeline.components.values() if part is not None]
+        state = self._states.get(adapters)
+        if state is None or not state.holds():
+            self._stored = OrderedDict((key, value) for key, value in self._stored.items() if key[0] != adapters)
+            modules = [module for part in parts if isinstance(part, torch.nn.Module) for module in part.modules()]
+            self._states[adapters] = ModelState(modules, kernels=True)
+        tokenizers = tuple((id(part), len(part)) for part in parts if hasattr(part, "add_tokens"))
+        return adapters, tokenizers, nested.signature((given, _settings(pipeline)), exact=True)
+
+    def _store(self, key: tuple[Hashable, ...], output: Any) -> None:
+        devices = [tensor.device for tensor in nested.tensors(output)]
+        self._stored[key] = nested.map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), output), devices
+        while sum(num_bytes_of(nested.tensors(each)) for each, _ in self._stored.values()) > self._max_bytes:
+            self._stored.popitem(last=False)
+
+    def _found(self, key: tuple[Hashable, ...]) -> Any:
+        self._stored.move_to_end(key)
+        output, devices = self._stored[key]
+        places = iter(devices)
+        return nested.map_tensors(lambda tensor: tensor.to(next(places), copy=True), output)
+
+
+def _settings(pipeline: Any) -> dict[str, Any]:
+    """The plain attributes of a pipeline, such as the guidance that it was called with."""
+    return {name: value for name, value in vars(pipeline).items() if name not in OF_A_CALL and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else None
+    return isinstance(value, nested.ATOMS) if parts is None else all(map(_is_plain, parts))

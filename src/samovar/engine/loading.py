@@ -1,0 +1,97 @@
+"""The pipeline of an engine: loaded from a folder as its settings say, or taken as it is."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..arch.modular import adapt
+from ..builtin import BUILTIN_MODELS, MAX_SIDE
+from ..cache import TunedFor
+from ..core.errors import SettingError
+from ..core.settings import parse_bytes
+from .controlnet import fetch_controlnets
+from .models import fetch_model, find_loader, load_pipeline, resolve_dtype
+from .outputs import output_fields
+from .planning import choose_quantization
+from .quantize import Quantization
+from .request import OmniDiffusionSamplingParams
+from .settings import OmniDiffusionConfig
+
+
+class Loaded(NamedTuple):
+    """A pipeline, and what is known of it."""
+
+    pipeline: Any
+    device: torch.device
+    defaults: OmniDiffusionSamplingParams
+    started: float
+    """When loading began; imports do not count."""
+    why_quantised: str = ""
+    max_side: int | None = None
+    """In pixels, if the model has a limit that it does not tell."""
+    restore: Callable[[], None] = lambda: None
+
+
+def load_model(config: OmniDiffusionConfig, components: Mapping[str, Any] | None = None) -> Loaded:
+    """The pipeline of a model's folder, on the host, but for components that are loaded already."""
+    folder, device = fetch_model(config.model, trust_remote_code=config.trust_remote_code), config.execution_device()
+    if (tuned := TunedFor.read(config.cache)) is not None:  # One for another model is refused before weights are read.
+        tuned.check_folder(folder)
+    defaults, dtype = config.sampling_defaults(folder), resolve_dtype(config.dtype, device)
+    nets, is_trusted = config.controlnet or (), config.trust_remote_code
+    loader = find_loader(folder, trust_remote_code=is_trusted, task=config.task, controlnets=nets)
+    if loader.__name__ != "DiffusionPipeline":  # Otherwise the class comes with the model.
+        output_fields(loader)
+    started = time.perf_counter()
+    quantised, why = _quantization(config, folder, dtype, defaults)
+    how = {"trust_remote_code": is_trusted, "loader": loader, "controlnets": nets}
+    pipeline = load_pipeline(folder, dtype, quantization=quantised, components=components, **how)
+    # A bar is shown on a terminal (None), not in a file.
+    is_shown = config.progress and os.environ.get("RANK", "0") == "0"
+    pipeline.set_progress_bar_config(disable=None if is_shown else True, leave=False, desc="denoising")
+    return Loaded(pipeline, device, defaults, started, why, MAX_SIDE if config.model in BUILTIN_MODELS else None)
+
+
+def adopt(config: OmniDiffusionConfig, pipeline: Any) -> Loaded:
+    """A pipeline that is loaded, where its owner put it. Settings that come too late for it are refused."""
+    name = type(pipeline).__name__
+    if config.task is not None:
+        raise SettingError(f"This {name} is loaded, so its task is decided. Leave out task.", param="task")
+    if config.controlnet is not None:
+        raise SettingError(f"This {name} is loaded. Load it with its ControlNet.", param="controlnet")
+    if config.quantised() is not None or config.loss not in (None, "exact"):
+        raise SettingError(
+            f"Weights are quantised while they are loaded, and this {name} is loaded. Give the model's name or folder, "
+            "or load it with a quantization_config of diffusers and leave out quantization and loss.",
+            param="quantization" if config.loss is None else "loss",
+        )
+    device = pipeline.device if config.device is None else config.execution_device()
+    return Loaded(pipeline, device, config.sampling_defaults(None), time.perf_counter(), restore=adapt(pipeline))
+
+
+def _quantization(
+    config: OmniDiffusionConfig, folder: Path, dtype: torch.dtype, defaults: OmniDiffusionSamplingParams
+) -> tuple[Quantization | None, str]:
+    """What to quantise, and why."""
+    attached, quantised, offload = config.attach_config, config.quantised(), config.attach_config.offload
+    if config.loss is None or config.loss == "exact" or offload is None:
+        return quantised, "asked for" if quantised is not None else ""
+    size = {
+        "height": defaults.height,
+        "width": defaults.width,
+        "frames": defaults.num_frames,
+        "batch": config.max_batch,
+    }
+    budget = parse_bytes(offload.gpu_memory, "gpu_memory")
+    files = [file for net in fetch_controlnets(config.controlnet or ()) for file in net.glob("*.safetensors")]
+    if files and budget is not None:  # ControlNets stay on the device.
+        beside = sum(file.stat().st_size for file in files)
+        attached = replace(attached, offload=replace(offload, gpu_memory=max(1, budget - beside)))
+    return choose_quantization(folder, dtype, config.execution_device(), attached, size, config.loss)
