@@ -15,7 +15,7 @@ def choices(_: str) -> str:
     from samovar.offload import OffloadConfig, format_bytes, read_parts
     from samovar.offload.ladder import EXACT, Ladder
     from samovar.trace.activations import read_activations
-    from samovar.trace.rehearse import RequestSize
+    from samovar.trace.dry_run import RequestSize
 
     source = "FluxTransformer2DModel"
     parts = read_parts(source)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 import zoo
 from samovar.arch import Coverage, coverage, find_anatomy
-from samovar.arch.blocks import Anatomy, BlockStack, Stream, output_values
-from samovar.core.errors import ModelError
+from samovar.arch.blocks import Anatomy, BlockStack
 from samovar.trace import survey
 
 Linear, Norm, ModuleList = torch.nn.Linear, torch.nn.LayerNorm, torch.nn.ModuleList
@@ -225,36 +224,6 @@ def test_arguments_go_by_the_names_of_the_first_block() -> None:
     assert stack.arguments(Other(), (3, 1), {"ctx": 2, "extra": 4}) == {
         "temb": 3, "hidden_states": 1, "context": 2, "extra": 4,
     }  # fmt: skip
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-def test_outputs_are_read_and_rebuilt_in_their_form() -> None:
-    def stack(*parameters: str | None) -> BlockStack:
-        return BlockStack("blocks", (), (), (), tuple(map(Stream, parameters)), 0)
-
-    one, two, three = (torch.full((2,), float(value)) for value in (1, 2, 3))
-    assert output_values(one) == (one,)
-    single = stack("x")
-    assert single.read(one) == {"x": one}
-    assert single.rebuild(one, {"x": two}) is two
-    pair = stack("context", None)
-    for form, output in ((tuple, (one, two)), (list, [one, two]), (Pair, Pair(one, two))):
-        assert pair.read(output) == {"context": one}
-        rebuilt = pair.rebuild(output, {"context": three})
-        assert type(rebuilt) is form
-        assert rebuilt[0] is three
-        assert rebuilt[1] is two
-    assert pair.read((None, two)) == {"context": None}
-    with pytest.raises(ModelError, match=r"'blocks' returned 1 values; expected 2"):
-        pair.read(one)
-    with pytest.raises(ModelError, match=r"'blocks' returned 3 values; expected 2"):
-        pair.rebuild((one, two, three), {})
-    with pytest.raises(ModelError, match="A block returned dict; expected a tensor, a tuple or a list"):
-        output_values({"sample": one})
 
 
 # ------------------------------------------------------------------------------------------------ coverage

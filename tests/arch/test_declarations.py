@@ -62,7 +62,7 @@ def test_one_declaration_serves_a_foreign_model() -> None:
     anatomy = probe_anatomy(model, inputs(0), inputs(1))
     (stack,) = anatomy.stacks
     assert stack.path == "inner.steps"
-    assert [(stream.parameter, stream.kind) for stream in stack.streams] == [("state", "joint"), (None, None)]
+    assert [stream.parameter for stream in stack.streams] == ["state", None]
     assert anatomy.side == ("adapters",)
     assert anatomy.leader == "inner.steps"
 
@@ -154,7 +154,7 @@ def test_a_parameter_that_only_kwargs_takes_may_be_declared() -> None:
     register_declaration("Foreign", BlockDeclaration(stacks=("inner.steps",), carried={"inner.steps": ("mood", None)}))
     model = Foreign()
     model.inner.steps = torch.nn.ModuleList([Open(), Open()])
-    assert find_anatomy(model).stacks[0].carried == ("mood",)
+    assert [stream.parameter for stream in find_anatomy(model).stacks[0].streams] == ["mood", None]
 
 
 def test_nonsense_is_refused() -> None:

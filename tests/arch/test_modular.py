@@ -17,7 +17,7 @@ from samovar.arch.folder import check_folder, pipeline_class, read_index
 from samovar.arch.modular import adapt, is_modular
 from samovar.arch.skeleton import build_pipeline, read_skeleton
 from samovar.core.errors import ModelError
-from samovar.trace.rehearse import RequestSize, rehearse
+from samovar.trace.dry_run import RequestSize, dry_run
 
 pytest.importorskip("diffusers", minversion="0.42")
 
@@ -119,7 +119,7 @@ def test_a_skeleton_is_built_and_rehearsed(folder: Path) -> None:
     name, parts = read_skeleton(str(folder))
     assert name == "QwenImageModularPipeline"
     assert {"transformer", "vae", "text_encoder"} == set(parts)
-    seen = rehearse(build_pipeline(str(folder), parts), RequestSize(32, 48))
+    seen = dry_run(build_pipeline(str(folder), parts), RequestSize(32, 48))
     assert seen.problem is None
     assert set(seen.peaks) == set(parts)
     assert seen.size == RequestSize(32, 48, None, 1)
@@ -134,7 +134,7 @@ def test_a_class_is_known_by_its_usual_blocks() -> None:
 
 def test_a_loaded_one_is_rehearsed_as_it_is() -> None:
     pipe = tiny_modular("flux")
-    seen = rehearse(pipe, RequestSize(16, 32))
+    seen = dry_run(pipe, RequestSize(16, 32))
     assert seen.problem is None
     assert "transformer" in seen.peaks
     assert seen.size == RequestSize(16, 32, None, 1)

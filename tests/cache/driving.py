@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,13 +15,8 @@ import torch
 
 import zoo
 from pipelines import PIPELINES, TinyPipeline
-from samovar.arch import find_anatomy
 from samovar.cache import PipelineStats, TeaCacheBackend, TeaCacheHook
-from samovar.cache.inputs import Inputs
-from samovar.hooks import HookOrder, HookRegistry, ModelHook, Roles, call_context, running
-from samovar.trace.forward import Tracer, Watched
-from samovar.trace.passes import Rehearsal, Rehearsed, StepPass
-from samovar.trace.watch import Gates, Pass
+from samovar.hooks import HookOrder, HookRegistry, ModelHook, call_context, running
 
 INFINITE = float("inf")
 UNGUARDED: Mapping[str, Any] = {"max_skips": None, "min_steps": 0, "last_steps": 0}
@@ -245,46 +239,6 @@ def loop(
 def differing(found: Sequence[Any], expected: Sequence[Any]) -> list[int]:
     """Which of two lists of outputs are not the same, bit for bit."""
     return [index for index, pair in enumerate(zip(found, expected, strict=True)) if not zoo.equal(*pair)]
-
-
-class Gated:
-    """A model with gates at its blocks, whose forwards a test sends through passes of its own."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-        self.structure = find_anatomy(model)
-        self.gates = Gates(model, self.structure, "gates")
-        self._names = tuple(inspect.signature(model.forward).parameters)
-
-    def inputs(self, *args: Any, **kwargs: Any) -> Inputs:
-        return Inputs(args, kwargs, self._names, Roles())
-
-    def of(self, found: zoo.Case, step: int = 0) -> Inputs:
-        """The inputs of a step of a zoo case."""
-        plain = {"return_dict": False} if "return_dict" in self._names else {}
-        return self.inputs(**found.inputs(step), **plain)
-
-    @torch.no_grad()
-    def through(self, running: Pass, inputs: Inputs) -> Any:
-        """What the model gives, with its gates asking this pass."""
-        args, kwargs = inputs.spare()
-        with torch.compiler.set_stance("force_eager"), self.gates.asking(running):
-            output = self.model(*args, **kwargs)
-        if isinstance(running, StepPass):
-            running.finish()
-        return output
-
-    def watched(self, inputs: Inputs) -> tuple[Watched, Any]:
-        """What watching a forward gives, and the output."""
-        tracer = Tracer(self.model, self.structure)
-        output = self.through(tracer, inputs)
-        return tracer.finish(), output
-
-    def rehearsed(self, inputs: Inputs) -> tuple[Watched, Rehearsed]:
-        """The same, and what trying a skipped step gives."""
-        watched, output = self.watched(inputs)
-        rehearsal = Rehearsal(self.model, self.gates.by_module, watched, inputs.args, inputs.kwargs)
-        return watched, rehearsal.rehearse(output, lambda with_time: inputs.at_another_step(output, with_time))
 
 
 def state_of(model: torch.nn.Module) -> list[tuple[type, set[str]]]:

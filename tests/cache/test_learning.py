@@ -56,12 +56,12 @@ def test_a_model_that_can_be_skipped_is_learned_once(monkeypatch: pytest.MonkeyP
 
     made: list[Any] = []
 
-    class Counted(under_test.Tracer):
+    class Counted(under_test.Watcher):
         def __init__(self, *args: Any) -> None:
             made.append(args)
             super().__init__(*args)
 
-    monkeypatch.setattr(under_test, "Tracer", Counted)
+    monkeypatch.setattr(under_test, "Watcher", Counted)
     model = Plain()
     hook = apply_teacache_hook(model, SKIPPING)
     for _ in range(3):

@@ -530,7 +530,7 @@ def test_hints_that_change_are_never_stale(key: str, settings: dict[str, Any]) -
 
 @pytest.mark.parametrize("name", ["flux", "qwen-image", "sd3", "wan"])
 def test_what_is_kept_during_a_run(name: str) -> None:
-    """Of each branch a residual of each stack, and of the deciding one a signal; besides, what is constant."""
+    """Of each branch a residual of each stream, and of the deciding one a signal; besides, what is constant."""
     tiny = PIPELINES[name]
     pipe = tiny.build(0)
     cached(pipe, rel_l1_thresh=0.3)
@@ -548,13 +548,13 @@ def test_what_is_kept_during_a_run(name: str) -> None:
                 signal = [] if state.signal is None else [state.signal.value, state.signal.size]
                 held = tensors_in(state.residuals, state.signal)
                 assert len(held) == len(kept) + len(signal), "and nothing else"
-                assert len(kept) <= len(trace.segments)
+                assert len(kept) <= sum(len(segment.stack.streams) for segment in trace.segments)
                 assert max(t.untyped_storage().nbytes() for t in held) <= 2 * form.numel() * form.element_size()
                 seen.append([len(kept), len(signal)])
 
     tiny.run(pipe, STEPS, callback_on_step_end=at_step(STEPS - 2, count))
-    segments = 2 if name == "flux" else 1
-    expected = [[segments, 2]] + [[segments, 0]] * (tiny.cfg == "separate")
+    streams = {"flux": 4, "qwen-image": 2}.get(name, 1)
+    expected = [[streams, 2]] + [[streams, 0]] * (tiny.cfg == "separate")
     assert seen == expected * len(tiny.denoisers)
     assert leftovers(tiny, pipe) == []
 

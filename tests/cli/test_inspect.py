@@ -29,7 +29,6 @@ def test_inspect_a_class(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[2].split() == ["denoiser", "transformer", "FluxTransformer2DModel", "11.89", "B", "22.15", "GiB"]
     stacks = [line for line in lines if " x Flux" in line]
     assert [line.index("GiB") for line in stacks] == [stacks[0].index("GiB")] * 2, "aligned"
-    assert stacks[0].endswith("passes on: unknown without --probe")
     assert any(line.split()[:3] == ["step", "cache", "yes"] for line in lines)
     assert not any("\x1b" in line for line in lines), "no colours but on a terminal"
 
@@ -41,16 +40,13 @@ def test_inspect_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "13.05 M" in text
 
 
-def test_inspect_as_json_and_with_a_probe(tmp_path: Path) -> None:
+def test_inspect_as_json(tmp_path: Path) -> None:
     tiny_flux_pipeline().save_pretrained(tmp_path)
-    result = run("inspect", str(tmp_path), "--json", "--probe")
+    result = run("inspect", str(tmp_path), "--json")
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     assert report["class_name"] == "FluxPipeline"
-    assert report["components"][0]["anatomy"]["stacks"][1]["streams"][1] == {
-        "parameter": "hidden_states",
-        "kind": "image",
-    }
+    assert report["components"][0]["anatomy"]["stacks"][1]["path"] == "single_transformer_blocks"
 
 
 def test_a_hub_name_offline_says_what_to_do(
@@ -122,11 +118,8 @@ def test_a_plan_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[1].split()[:4] == ["transformer", "FluxTransformer2DModel", "22.15", "GiB"]
     assert "of 57 blocks stream" in lines[1]
     assert lines[3].startswith("Expected peak: 11.")
-    assert (
-        lines[4]
-        == "Note: activations are those of 1024 x 1024 pixels (if a latent covers 8 x 8), and 10% and 32 MiB to spare."
-    )
-    assert re.fullmatch(r"Host memory: 1\d\.\d\d GiB, 192.00 MiB of it as buffers.", lines[5])
+    assert lines[4].startswith("Note: activations are estimated for 1024 x 1024 pixels of a FluxTransformer2DModel")
+    assert lines[5].startswith("Host memory: 1")
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from samovar import OffloadConfig, SequenceParallelConfig, TeaCacheConfig
 from samovar.cache import CACHE_BACKENDS, AutoConfig, TeaCacheBackend, register_cache_backend
 from samovar.compose.config import AttachConfig, skipped_share
 from samovar.core.errors import SettingError
-from samovar.trace.rehearse import RequestSize
+from samovar.trace.dry_run import RequestSize
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"cache": "tee_cache"}, r"cache='tee_cache' is not a cache backend. Did you mean 'tea_cache'\?", "cache"),

@@ -17,7 +17,7 @@ from samovar.offload import HostStage, OffloadConfig, apply_offload, prepare_off
 from samovar.offload.apply import check_compiled
 from samovar.offload.moving import HOOK
 from samovar.trace.activations import activations_of
-from samovar.trace.rehearse import RequestSize
+from samovar.trace.dry_run import RequestSize
 
 from .holding import CASES, Holder, layerwise
 

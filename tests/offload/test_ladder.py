@@ -16,7 +16,7 @@ from samovar.offload import OffloadConfig, plan_offload, read_parts
 from samovar.offload.ladder import EXACT, Ladder, Rung, choose_rung, table_of
 from samovar.offload.sizes import BlockSize, ComponentSize
 from samovar.trace.activations import Activations, read_activations
-from samovar.trace.rehearse import RequestSize
+from samovar.trace.dry_run import RequestSize
 
 
 def rung(name: str, gib: float, problem: str = "") -> Rung:

@@ -13,7 +13,7 @@ from samovar.core.errors import SettingError
 from samovar.offload import OffloadConfig, Offloaded, apply_offload, coded, plan_offload, prepare_offload
 from samovar.offload.sizes import find_components, measure_components
 from samovar.trace.activations import Activations
-from samovar.trace.rehearse import RequestSize, rehearse
+from samovar.trace.dry_run import RequestSize, dry_run
 
 from .card import Card
 
@@ -48,7 +48,7 @@ def expected(pipe: Any) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def needs(pipe: Any) -> dict[str, int]:
     """What components need beside their weights for this prompt, with a margin as in `activations`."""
-    peaks = rehearse(pipe, RequestSize(**SIZE), **WORDS).peaks
+    peaks = dry_run(pipe, RequestSize(**SIZE), **WORDS).peaks
     return {name: int(1.1 * peak) + 2**12 for name, peak in peaks.items()}
 
 

@@ -12,7 +12,7 @@ from pipelines import PIPELINES
 from samovar.arch.skeleton import read_skeleton
 from samovar.builtin import BUILTIN_MODELS
 from samovar.trace.activations import activations_of, read_activations
-from samovar.trace.rehearse import RequestSize, rehearse
+from samovar.trace.dry_run import RequestSize, dry_run
 
 MIB = 2**20
 
@@ -42,7 +42,7 @@ def test_the_count_is_what_a_real_forward_takes(name: str) -> None:
         size = RequestSize(64, 96, frames)
     if name == "sd3":
         size = RequestSize(16, 24)
-    seen = rehearse(pipe, size)
+    seen = dry_run(pipe, size)
     call = seen.calls["transformer"]
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ def test_the_count_is_what_a_real_forward_takes(name: str) -> None:
 def test_a_margin_is_added_and_the_size_is_named() -> None:
     pipe = PIPELINES["flux"].build(0)
     size = RequestSize(16, 24, batch=2)
-    counted, known = rehearse(pipe, size).peaks, activations_of(pipe, size)
+    counted, known = dry_run(pipe, size).peaks, activations_of(pipe, size)
     assert known.by_name == {name: int(peak * 1.1) + 32 * MIB for name, peak in counted.items()}
     assert known.note == "activations are those of 24 x 16 pixels, a batch of 2, and 10% and 32 MiB to spare"
     assert known.problem is None
@@ -70,7 +70,7 @@ def test_a_second_denoiser_that_did_not_run_needs_what_the_first_does() -> None:
     pipe = PIPELINES["wan"].build(0)
     pipe.register_to_config(boundary_ratio=0.0)
     size = RequestSize(32, 48, 9)
-    assert "transformer_2" not in rehearse(pipe, size).peaks
+    assert "transformer_2" not in dry_run(pipe, size).peaks
     known = activations_of(pipe, size)
     assert known.by_name["transformer_2"] == known.by_name["transformer"]
     assert known.problem is None

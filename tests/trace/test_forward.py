@@ -1,111 +1,174 @@
-"""What a trace says of a forward: which blocks, in which runs, with which streams."""
+"""What a watched forward shows of its blocks: their order, what they hand on, and what they add."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
-from driving import COND, Block, Gated, Plain, at, case, tensors_in
+from driving import COND, Block, Plain, at, case, counted, state_of, tensors_in
+from gated import Gated, given
 
 import zoo
-from samovar.arch import BlockDeclaration, find_anatomy
+from samovar.arch import Anatomy, BlockDeclaration, find_anatomy
 from samovar.arch.declarations import DECLARATIONS
-from samovar.core.errors import ModelError
-from samovar.trace.forward import Call, Given, Tracer, added, alike
-from samovar.trace.watch import Gate, _Active
-
-SEGMENTS: dict[str, list[tuple[str, int]]] = {
-    "FluxTransformer2DModel": [("transformer_blocks", 2), ("single_transformer_blocks", 2)],
-    "Flux2Transformer2DModel": [("transformer_blocks", 2), ("single_transformer_blocks", 1)],
-    "SD3Transformer2DModel": [("transformer_blocks", 2)],
-    "LTXVideoTransformer3DModel": [("transformer_blocks", 1)],
-    "T5FilmDecoder": [("decoders", 1)],
-    # The same blocks over and over, and one list whose blocks run with two lengths of the sequence.
-    "RFD4ProteinaTransformer-recycling": [("transformer_layers", 1), ("transformer_layers", 1)],
-    "MotifVideoTransformer3DModel": [
-        ("transformer_blocks", 2), ("single_transformer_blocks", 2), ("single_transformer_blocks", 2)
-    ],
-    # Stacks that run inside another are no segments.
-    "LatteTransformer3DModel": [("transformer_blocks", 1)],
-    "WanVACETransformer3DModel": [("vace_blocks", 2), ("blocks", 1)],
-}  # fmt: skip
-"""By zoo case: list and number of streams of each segment, in the order in which they run."""
+from samovar.core.errors import DeclarationError, ModelError, SettingError
+from samovar.hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook
+from samovar.trace import probe_anatomy
+from samovar.trace.forward import Watcher, filled
+from samovar.trace.gates import Gate, Gates
 
 
-@pytest.mark.parametrize("name", SEGMENTS)
-def test_segments(name: str) -> None:
-    gated = Gated(case(name).build())
-    (trace, residuals, first_calls), _ = gated.watched(gated.of(case(name)))
-    assert [(segment.stack.path, len(segment.stack.streams)) for segment in trace.segments] == SEGMENTS[name]
-    counts = [len(segment.stack.streams) for segment in trace.segments]
-    assert [segment.slot for segment in trace.segments] == [sum(counts[:index]) for index in range(len(counts))]
-    assert len(residuals) == sum(counts)
-    assert set(first_calls) == set(trace.segments)
-    stacks = dict.fromkeys(segment.stack.path for segment in trace.segments)
-    assert tuple(stacks) == tuple(dict.fromkeys(path for path, _ in SEGMENTS[name]))
-    for segment in trace.segments:
-        own = [call for call in trace.calls if call.segment is segment]
-        assert [call.is_first for call in own] == [True] + [False] * (len(own) - 1)
-        assert [call.is_last for call in own] == [False] * (len(own) - 1) + [True]
+class Noting:
+    """A pass that notes who asks, and lets everybody run but those for whom it has an answer."""
+
+    def __init__(self, answers: dict[int, Any] | None = None) -> None:
+        self.entered: list[tuple[str, int]] = []
+        self.left: list[tuple[str, int]] = []
+        self._answers = answers or {}
+
+    def enter(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        self.entered.append((gate.path, gate.index))
+        return self._answers.get(gate.index, NOT_BYPASSED)
+
+    def leave(self, gate: Gate, module: torch.nn.Module, output: Any) -> None:
+        self.left.append((gate.path, gate.index))
 
 
-@pytest.mark.parametrize("name", ["FluxTransformer2DModel-controlnet", "QwenImageTransformer2DModel-controlnet"])
-def test_a_residual_runs_from_the_first_input_to_the_last_output(name: str) -> None:
-    model = case(name).build()
-    stack = find_anatomy(model).stacks[0]
-    inputs: list[dict[str, Any]] = []
-    outputs: list[Any] = []
-    blocks = stack.modules(model)
-    handles = [
-        blocks[0].register_forward_pre_hook(lambda _, args, kwargs: inputs.append(kwargs), with_kwargs=True),
-        blocks[-1].register_forward_hook(lambda _, args, output: outputs.append(output)),
-    ]
-    exact = case(name).run(model)
-    for handle in handles:
-        handle.remove()
-    gated = Gated(model)
-    (trace, residuals, _), output = gated.watched(gated.of(case(name)))
-    assert zoo.equal(output, exact)
-    parameters = [stream.parameter for stream in trace.segments[0].stack.streams]
-    expected = [after - inputs[0][name or ""] for name, after in zip(parameters, outputs[0], strict=True)]
-    assert zoo.equal(residuals[: len(expected)], expected)
+BLOCKS = [("blocks", 0), ("blocks", 1), ("blocks", 2)]
 
 
-def test_what_runs_between_blocks_is_answered_too() -> None:
-    gated = Gated(case("WanAnimateTransformer3DModel").build())
-    (trace, _, _), _ = gated.watched(gated.of(case("WanAnimateTransformer3DModel")))
-    assert trace.side == ("face_adapter",)
-    between = [call.gate.path for call in trace.calls if call.segment is None]
-    assert between
-    assert set(between) == {"face_adapter"}
+@torch.no_grad()
+def call(model: torch.nn.Module, step: int = 0) -> torch.Tensor:
+    output: torch.Tensor = model(*at(step), COND)
+    return output
 
 
-@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "RFD4ProteinaTransformer-recycling"])
-def test_a_trace_holds_nothing_of_the_forward_that_it_was_made_of(name: str) -> None:
-    gated = Gated(case(name).build())
-    (trace, _, _), _ = gated.rehearsed(gated.of(case(name)))
-    held = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(trace))
-    assert held <= 64, "zeros, of one element each"
+# ------------------------------------------------------------------------------------------------ gates
 
 
-def test_a_forward_is_watched_without_being_changed() -> None:
-    model = Plain()
+class Onlooker(ModelHook):
+    """Stands where offload stands."""
+
+    order = HookOrder.OFFLOAD
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.calls += 1
+        return args, kwargs
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_gate_answers_outside_of_what_others_put_on_a_block(first: bool) -> None:
+    model, onlooker, answer = Plain(), Onlooker(), torch.ones(1, 5, 8)
+    gated = Gated(model) if first else None
+    HookRegistry.get_or_create(model.blocks[2]).register_hook("a look", onlooker)
+    gated, noting = gated or Gated(model), Noting({2: answer})
+    with counted(model.blocks) as calls:
+        output = gated.through(noting, given(*at(0), COND))
+    assert (calls, onlooker.calls) == (list(model.blocks[:2]), 0)
+    assert (noting.entered, noting.left) == (BLOCKS, BLOCKS[:2])
     with torch.no_grad():
-        exact = model(*at(0), COND)
-    gated = Gated(model)
-    (trace, _, first_calls), output = gated.watched(gated.inputs(*at(0), COND))
-    assert torch.equal(output, exact)
-    assert [call.gate.index for call in trace.calls] == [0, 1, 2]
-    (given,) = first_calls.values()
-    assert given.module is model.blocks[0]
-    with torch.no_grad():
-        assert torch.equal(given.args[0], model.embed_x(at(0)[0]))
+        assert torch.equal(output, model.unembed(answer))
+    assert torch.equal(call(model), call(Plain())), "nobody is asked outside of a pass"
+    assert onlooker.calls == 1
 
 
-class InPlace(Plain):
-    """Its blocks write into what they are given."""
+def test_a_pass_is_asked_on_its_own_thread_and_the_outer_one_again_after_the_inner() -> None:
+    gated, noting = Gated(Plain()), Noting()
+    with gated.gates.asking(noting):
+        thread = threading.Thread(target=lambda: call(gated.model))
+        thread.start()
+        thread.join()
+        with pytest.raises(ValueError, match="given up"), gated.gates.asking(Noting()):
+            raise ValueError("given up")
+        assert gated.gates.running is noting
+    assert noting.entered == []
+    assert gated.gates.running is None
 
+
+class Tied(Plain):
+    """Runs one of its blocks at two places, and a module beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = self.blocks[0]
+        self.beside = torch.nn.ModuleList([torch.nn.Identity()])
+
+
+def test_gates_are_at_all_blocks_and_members_of_lists_and_leave_nothing() -> None:
+    model = Tied()
+    before = state_of(model)
+    gated, noting = Gated(model), Noting()
+    gated.through(noting, given(*at(0), COND))
+    assert noting.entered == [("blocks", 0), ("blocks", 1), ("blocks", 0)]
+    assert {gate.path for gate in gated.gates.by_module.values()} == {"blocks", "beside"}
+    gated.gates.detach()
+    assert state_of(model) == before
+    assert gated.gates.by_module == {}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_block_that_cannot_be_gated_is_refused_and_everything_left_alone() -> None:
+    model = Tied()
+    model.beside[0] = torch.jit.script(torch.nn.Linear(2, 2))  # Without a gate it runs, which does no harm.
+    Gates(model, find_anatomy(model), "gates").detach()
+    model.blocks[1] = torch.jit.script(model.blocks[1].ff)
+    before = state_of(model)
+    with pytest.raises(SettingError, match="cannot be hooked"):
+        Gates(model, find_anatomy(Plain()), "gates")
+    assert state_of(model) == before
+
+
+# ------------------------------------------------------------------------------------------------ streams
+
+
+def watch(model: torch.nn.Module, **how: Any) -> Watcher:
+    watcher = Watcher(model, find_anatomy(model), **how)
+    with watcher.watching():
+        call(model)
+    return watcher
+
+
+def carried(anatomy: Anatomy) -> dict[str, tuple[str | None, ...]]:
+    return {stack.path: tuple(stream.parameter for stream in stack.streams) for stack in anatomy.stacks}
+
+
+class Dual(Plain):
+    """Two streams of one shape, which its blocks take in another order than they return them."""
+
+    class Block(Block):
+        def forward(self, temb: torch.Tensor, text: torch.Tensor, x: torch.Tensor) -> Any:  # type: ignore[override]
+            return super().forward(x, temb), super().forward(text, temb), None
+
+    def block(self) -> torch.nn.Module:
+        return self.Block(self.width)
+
+    def run(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+        text = x.flip(1) * 0.5
+        for block in self.blocks:
+            x, text, _ = block(temb, text, x)
+        return x + text
+
+
+class Copying(Plain):
+    def run(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, temb) * 0.5
+        return x
+
+
+class Permuting(Plain):
+    def run(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, temb).transpose(0, 1).contiguous()
+        return x.transpose(0, 1)
+
+
+class Filling(Plain):
     class Block(Block):
         def forward(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
             return x.copy_(super().forward(x, temb))
@@ -114,15 +177,59 @@ class InPlace(Plain):
         return self.Block(self.width)
 
 
-@pytest.mark.parametrize(("make", "writes"), [(Plain, False), (InPlace, True)])
-def test_blocks_that_write_in_place_are_seen_and_their_residual_is_the_true_one(
-    make: type[Plain], writes: bool
-) -> None:
-    gated, plain = Gated(make()), Gated(Plain())
-    (trace, residuals, _), _ = gated.watched(gated.inputs(*at(0), COND))
-    (_, expected, _), _ = plain.watched(plain.inputs(*at(0), COND))
-    assert [segment.writes_in_place for segment in trace.segments] == [writes]
-    assert zoo.equal(residuals, expected)
+STREAMS: dict[type[Plain], tuple[str | None, ...]] = {
+    Plain: ("x",), Dual: ("x", "text", None), Copying: ("x",), Permuting: ("x",), Filling: ("x",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", STREAMS)
+def test_a_stream_is_known_by_identity_or_else_by_form(make: type[Plain]) -> None:
+    model = make()
+    before, anatomy = state_of(model), watch(make()).anatomy()
+    assert carried(anatomy) == {"blocks": STREAMS[make]}
+    assert anatomy.stacks[0].evidence == "probe"
+    watch(model)
+    assert state_of(model) == before
+
+
+def test_the_first_call_of_every_block_is_kept_if_that_is_asked_for() -> None:
+    class Twice(Plain):
+        def run(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+            return super().run(super().run(x, temb), temb=temb)
+
+    model = Twice()
+    assert watch(model).calls == {}
+    watcher = watch(model, keeps_calls=True)
+    assert watcher.blocks == [f"blocks.{index}" for index in (0, 1, 2, 0, 1, 2)]
+    assert list(watcher.calls) == ["blocks.0", "blocks.1", "blocks.2"]
+    with torch.no_grad():
+        assert torch.equal(watcher.calls["blocks.0"].arguments["x"], model.embed_x(at(0)[0]))
+    assert watcher.calls["blocks.0"].num_positional == 2
+    assert torch.equal(watcher.calls["blocks.0"].output, watcher.calls["blocks.1"].arguments["x"])
+
+
+def test_a_list_that_runs_between_blocks_or_not_at_all_is_set_aside() -> None:
+    class Aside(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.adapters = torch.nn.ModuleList(Block(self.width) for _ in range(2))
+            self.spare = torch.nn.ModuleList(Block(self.width) for _ in range(2))
+
+        def run(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+            for block, adapter in zip(self.blocks[:2], self.adapters, strict=True):
+                x = block(x, temb) + adapter(temb, temb)
+            return self.blocks[2](x, temb)
+
+    watcher = watch(Aside())
+    anatomy = watcher.anatomy()
+    assert (list(carried(anatomy)), anatomy.side, anatomy.idle) == (["blocks"], ("adapters",), ("spare",))
+    answered = [(seen.gate.path, seen.segment is None) for seen in watcher.watched().trace.calls]
+    assert answered == [("blocks", False), ("adapters", True)] * 2 + [("blocks", False)]
+
+
+class Blockless(Plain):
+    def run(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+        return x
 
 
 class Uneven(Plain):
@@ -137,115 +244,116 @@ class Uneven(Plain):
         return last
 
 
-def test_a_forward_that_cannot_be_understood_runs_to_its_end_all_the_same() -> None:
-    gated = Gated(Uneven())
-    tracer = Tracer(gated.model, gated.structure)
-    with torch.no_grad():
-        exact = Plain()(*at(0), COND)
-    assert torch.equal(gated.through(tracer, gated.inputs(*at(0), COND)), exact)
-    with pytest.raises(ModelError, match="different numbers of values"):
-        tracer.finish()
-
-
-def test_the_declared_leader_leads(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "ZImageTransformer2DModel"
-    gated = Gated(case(name).build())
-    (trace, _, _), _ = gated.watched(gated.of(case(name)))
-    assert (trace.leader_is_declared, trace.leader.gate.path != "layers") == (False, True)
-    monkeypatch.setitem(DECLARATIONS, name, BlockDeclaration(leader="layers"))
-    (trace, _, _), _ = gated.watched(gated.of(case(name)))
-    assert (trace.leader_is_declared, trace.leader.gate.path) == (True, "layers")
-    early = [segment.stack.path for segment in trace.early_segments]
-    assert early
-    assert "layers" not in early
-
-
-# ------------------------------------------------------------------------------------------------ its parts
-
-
-def call_of(places: tuple[Any, ...], returned: Any) -> Call:
-    return Call(Gate(_Active(), "blocks", None, 0), None, False, False, places, returned)
-
-
-def test_arguments_are_read_where_they_were_given() -> None:
-    call = call_of(("hidden_states", None, 1), None)
-    assert call.read(["a", "b"], {"hidden_states": "c"}) == ["c", None, "b"]
-
-
-def test_copied_arguments_are_nobody_elses() -> None:
-    module, tensor = torch.nn.Identity(), torch.ones(2)
-    given = Given(module, (tensor,), {"more": [tensor]})
-    copied = given.copied()
-    tensor.zero_()
-    assert copied.module is module
-    assert torch.equal(copied.args[0], torch.ones(2))
-    assert torch.equal(copied.kwargs["more"][0], torch.ones(2))
-
-
-def test_residuals_of_streams_of_every_form() -> None:
-    before, after = torch.ones(2, 3), torch.full((2, 3), 3.0)
-    longer = torch.zeros(2, 4)
-    same, other, none, idle = added([before, before, before, before], [after, longer, None, after], 4, {7})
-    assert same is not None
-    assert other is not None
-    assert torch.equal(same, torch.full((2, 3), 2.0))
-    assert torch.equal(other, longer), "what has no input of its form is kept as it is"
-    assert other.data_ptr() != longer.data_ptr(), "its owner may change it"
-    assert none is None
-    assert idle is None
-    (kept,) = added([before.requires_grad_()], after)
-    assert kept is not None
-    assert not kept.requires_grad
-
-
-def test_what_is_alike_can_be_added() -> None:
-    assert alike(torch.ones(2), torch.zeros(2))
-    assert not alike(torch.ones(2), torch.zeros(3))
-    assert not alike(None, torch.zeros(3))
-    assert not alike(torch.ones(2), None)
-
-
-def test_an_answer_has_the_form_of_what_the_block_returned() -> None:
-    form, value = torch.empty(2, 3, device="meta"), torch.ones(2, 3)
-    empty = torch.empty(4, dtype=torch.bfloat16, device="meta")
-    call = call_of((0, None, None, None), [form, None, empty, (empty, form)])
-    answer = call.answer([value, None, None, None], (value,), {})
-    assert type(answer) is list
-    assert answer[0] is value
-    assert answer[1] is None
-    assert zoo.equal(answer[2], torch.zeros(4, dtype=torch.bfloat16)), "zeros where nothing is carried"
-    assert [tuple(part.shape) for part in answer[3]] == [(4,), (2, 3)]
-    assert call_of((), None).answer((), (), {}) is None
-
-
-class Styled(Plain):
-    """Calls its blocks by position, by name, or both; they return a tensor, or a tuple of one."""
-
-    by_name, in_tuple = False, False
-
-    def block(self) -> torch.nn.Module:
-        block = super().block()
-        block.register_forward_hook(lambda module, args, output: (output,) if self.in_tuple else output)
-        return block
+class Opaque(Plain):
+    """Its blocks return a dictionary."""
 
     def run(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = block(x=x, temb=temb) if self.by_name else block(x, temb)
-            x = x[0] if self.in_tuple else x
+            handle = block.register_forward_hook(lambda module, args, output: {"x": output})
+            x = block(x, temb)["x"]
+            handle.remove()
         return x
 
 
-@pytest.mark.parametrize("in_tuple", [True, False])
-@pytest.mark.parametrize("by_name", [True, False])
-def test_a_block_in_the_middle_hands_on_what_it_is_given(by_name: bool, in_tuple: bool) -> None:
-    model, x = Styled(), torch.ones(1, 5, 8)
-    model.by_name, model.in_tuple = by_name, in_tuple
-    gated = Gated(model)
-    (trace, _, _), _ = gated.watched(gated.inputs(*at(0), COND))
-    first, middle, last = trace.calls
-    assert first.hand_on is None
-    assert last.hand_on is None
-    assert middle.hand_on is not None
-    given = middle.hand_on(() if by_name else (x, None), {"x": x, "temb": None} if by_name else {})
-    assert (given[0] if in_tuple else given) is x
-    assert isinstance(given, tuple) is in_tuple
+UNCLEAR: dict[type[Plain], str] = {
+    Blockless: r"No block of Blockless ran, in 'blocks'",
+    Uneven: r"different numbers of values \(1 by 'blocks.1', 2 by 'blocks.2'\)",
+    Opaque: "A block returned dict; expected a tensor, a tuple or a list",
+}
+
+
+@pytest.mark.parametrize("make", UNCLEAR)
+def test_a_forward_that_cannot_be_understood_runs_to_its_end_and_is_refused(make: type[Plain]) -> None:
+    model = make()
+    exact, watcher = call(model), Watcher(model, find_anatomy(model))
+    with watcher.watching():
+        assert torch.equal(call(model), exact)
+    with pytest.raises(ModelError, match=UNCLEAR[make]):
+        watcher.watched()
+
+
+def test_a_declaration_that_the_blocks_contradict_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = BlockDeclaration(stacks=("blocks",), carried={"blocks": ("x", None)})
+    monkeypatch.setitem(DECLARATIONS, "Copying", declared)
+    with pytest.raises(DeclarationError, match="carries 2 values through 'blocks', but its blocks return 1"):
+        watch(Copying()).anatomy()
+
+
+# ------------------------------------------------------------------------------------------------ segments
+
+SEGMENTS: dict[str, list[tuple[str, int]]] = {
+    "FluxTransformer2DModel": [("transformer_blocks", 2), ("single_transformer_blocks", 2)],
+    # The same blocks over and over, and one list whose blocks run with two lengths of the sequence.
+    "RFD4ProteinaTransformer-recycling": [("transformer_layers", 1), ("transformer_layers", 1)],
+    "MotifVideoTransformer3DModel": [
+        ("transformer_blocks", 2), ("single_transformer_blocks", 2), ("single_transformer_blocks", 2)
+    ],
+    # Stacks that run inside another are no segments.
+    "WanVACETransformer3DModel": [("vace_blocks", 2), ("blocks", 1)],
+}  # fmt: skip
+"""By zoo case: list and number of streams of each segment, in the order in which they run."""
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_segments(name: str) -> None:
+    model = case(name).build()
+    exact, gated = case(name).run(model), Gated(model)
+    (trace, residuals, first_calls), output = gated.watched(gated.of(case(name)))
+    assert zoo.equal(output, exact)
+    assert [(segment.stack.path, len(segment.stack.streams)) for segment in trace.segments] == SEGMENTS[name]
+    assert len(residuals) == sum(count for _, count in SEGMENTS[name])
+    assert set(first_calls) == set(trace.segments)
+    for segment in trace.segments:
+        own = [call for call in trace.calls if call.segment is segment]
+        assert [call.is_first for call in own] == [True] + [False] * (len(own) - 1)
+        assert [call.is_last for call in own] == [False] * (len(own) - 1) + [True]
+    held = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(trace))
+    assert held == 0, "a trace holds nothing of the forward that it was made of"
+
+
+def test_an_answer_has_the_form_of_what_the_block_returned() -> None:
+    form, value = torch.empty(2, 3, device="meta"), torch.ones(2, 3, dtype=torch.float64)
+    empty = torch.empty(4, dtype=torch.bfloat16, device="meta")
+    answer = filled([form, None, empty, (empty, form)], [value, None, None, None], (value,))
+    assert type(answer) is list
+    assert zoo.equal(answer[0], value.float())
+    assert answer[1] is None
+    assert zoo.equal(answer[2], torch.zeros(4, dtype=torch.bfloat16)), "zeros where nothing is carried"
+    assert [tuple(part.shape) for part in answer[3]] == [(4,), (2, 3)]
+    assert filled(None, (), ()) is None
+
+
+# ------------------------------------------------------------------------------------------------ the anatomy
+
+
+def inputs(step: int) -> dict[str, torch.Tensor]:
+    sample, time = at(step)
+    return {"hidden_states": sample, "timestep": time, "encoder_hidden_states": COND}
+
+
+def test_an_anatomy_is_probed_by_one_step_and_its_leader_by_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "HunyuanVideoTransformer3DModel"
+    model, now, later = case(name).build(), case(name).inputs(0), case(name).inputs(1)
+    before = state_of(model)
+    HookRegistry.get_or_create(model.transformer_blocks[0]).register_hook("nothing", ModelHook())
+    assert "refiner" in (probe_anatomy(model, now).leader or ""), "the first"
+    assert probe_anatomy(model, now, later).leader == "transformer_blocks", "the first that sees the sample"
+    last = "single_transformer_blocks"
+    monkeypatch.setitem(DECLARATIONS, name, BlockDeclaration(leader=last))
+    assert {probe_anatomy(model, now).leader, probe_anatomy(model, now, later).leader} == {last}
+    HookRegistry.get_or_create(model.transformer_blocks[0]).remove_hook("nothing")
+    assert state_of(model) == before
+
+
+def test_a_model_that_cannot_be_probed_says_why() -> None:
+    with pytest.raises(ModelError, match="the sample reaches none of its blocks directly"):
+        probe_anatomy(Plain(), inputs(0), inputs(0))
+    with pytest.raises(ModelError, match="No stack of blocks was found in Linear"):
+        probe_anatomy(torch.nn.Linear(2, 2), {})
+    model = Plain()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        probe_anatomy(model, inputs(0) | {"hidden_states": torch.zeros(1, 5, 9)})
+    assert state_of(model) == state_of(Plain())
+    compiled = torch.compile(model, backend="eager")
+    assert probe_anatomy(compiled, inputs(0), inputs(1)) == probe_anatomy(Plain(), inputs(0), inputs(1))
+    torch.compiler.reset()

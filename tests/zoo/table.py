@@ -17,9 +17,9 @@ and compare what is found with this table, which `make models-table` writes from
 
 - A stack is written as `path: blocks -> carried values`, in the order in which stacks run. The block class is that of
   the tiny configuration under test.
-- A carried value is named by the block's parameter. Its tokens are made from what is denoised (*image*, whether
-  image, video, sound or protein), from conditioning alone (*text*), or from both (*joint*); `-` is returned but not
-  passed to the next block.
+- A carried value is named by the block's parameter. Its tokens, as the model's source says, are made from what is
+  denoised (*image*, whether image, video, sound or protein), from conditioning alone (*text*), or from both (*joint*);
+  `-` is returned but not passed to the next block.
 - *Between blocks* are modules that run between the blocks of a stack.
 - *Sees time alone* is the share of the weights that is computed ahead of the steps under
   [offload](../guides/offload.md#layers-that-see-time-alone), of the model that the class makes by default; "?" where it

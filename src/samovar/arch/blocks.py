@@ -22,8 +22,9 @@ from .declarations import BlockDeclaration, check_stacks, declaration_for
 from .lists import Blocks, blocks_of, find_lists
 from .modules import is_container, parameters_of, tensor_bytes, unwrapped
 
-Kind = Literal["image", "text", "joint"]
 Evidence = Literal["structure", "probe", "declaration"]
+Place = int | str
+"""The position or name of an argument."""
 MIN_NAMED_SHARE = 0.01
 """The share of the weights from which a module outside of blocks is named."""
 
@@ -34,9 +35,6 @@ class Stream:
 
     parameter: str | None
     """The block's parameter through which the next block takes it; None if it is not passed on."""
-    kind: Kind | None = None
-    """The origin of its tokens at the stack's entry: the denoised inputs ("image", of whatever kind), conditioning
-    alone ("text"), or some of each ("joint"). None before a probe."""
 
 
 @dataclass(frozen=True)
@@ -63,45 +61,23 @@ class BlockStack:
         """The paths of its blocks as one, with a star for the part that differs."""
         return self.path if self.block_paths == (self.path,) else f"{self.path}.*"
 
-    @property
-    def carried(self) -> tuple[str, ...]:
-        """The parameters that are carried from block to block."""
-        return tuple(stream.parameter for stream in self.streams if stream.parameter is not None)
-
     def modules(self, model: Module) -> tuple[Module, ...]:
         """The blocks as the model calls them, compiled or not; one that runs at two places comes twice."""
         return tuple(unwrapped(model).get_submodule(path) for path in self.block_paths)
 
-    def names(self, block: Module) -> dict[str, str]:
-        """For each parameter of a block, the stack's own name for it."""
+    def places(self, block: Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Place]:
+        """Where the arguments of a block's call are, by the stack's parameters."""
         own = parameters_of(block)
         # A block with other names than the first one still takes the same things in the same order.
         unlike = (name for name in own if name not in self.parameters)
         renamed = dict(zip(unlike, (name for name in self.parameters if name not in own), strict=False))
-        return {name: renamed.get(name, name) for name in own}
+        given = dict(zip(own, range(len(args)), strict=False)) | {name: name for name in kwargs}
+        return {renamed.get(name, name): place for name, place in given.items()}
 
     def arguments(self, block: Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a block's call, by the stack's parameters."""
-        names = self.names(block)
-        given = dict(zip(names, args, strict=False)) | dict(kwargs)
-        return {names.get(name, name): value for name, value in given.items()}
-
-    def read(self, output: Any) -> dict[str, Any]:
-        """The carried values in a block's output, by parameter."""
-        return {stream.parameter: value for stream, value in self._streamed(output) if stream.parameter}
-
-    def rebuild(self, output: Any, values: dict[str, Any]) -> Any:
-        """A block's output with the carried values replaced, in the form the model expects."""
-        return in_form_of(output, [values.get(s.parameter or "", value) for s, value in self._streamed(output)])
-
-    def _streamed(self, output: Any) -> list[tuple[Stream, Any]]:
-        values = output_values(output)
-        if len(values) != len(self.streams):
-            raise ModelError(
-                f"A block of {self.path!r} returned {len(values)} values; expected {len(self.streams)}. "
-                "Probe the model again with its present inputs."
-            )
-        return list(zip(self.streams, values, strict=True))
+        places = self.places(block, args, kwargs).items()
+        return {name: args[place] if isinstance(place, int) else kwargs[place] for name, place in places}
 
 
 @dataclass(frozen=True)

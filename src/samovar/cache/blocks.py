@@ -1,7 +1,7 @@
 """A step of a model that is built of blocks, computed or with its blocks skipped.
 
 The model's own forward always runs to its end: gates at its blocks let them compute, or answer for them. The first time
-a form of inputs is seen, the step is computed, watched, and tried again on the model's shadow.
+a form of inputs is seen, the step is computed, watched, and tried again on the model's twin.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,12 @@ from ..arch.modules import unwrapped
 from ..core import nested
 from ..core.errors import ModelError
 from ..core.interop import is_compiled
-from ..trace.forward import Given, Tensors, Trace, Tracer
+from ..trace.forward import Given, Tensors, Trace, Watcher
+from ..trace.gates import Gates
 from ..trace.model_state import ModelState, own
-from ..trace.passes import Mode, Rehearsal, Replay, StepPass
-from ..trace.shadow import TrialFailed
-from ..trace.signal import ModulatedInput
-from ..trace.watch import Gates
+from ..trace.modulated_input import ModulatedInput
+from ..trace.skip_pass import Mode, Replay, StepPass, rehearse
+from ..trace.twin import TrialFailed
 from .inputs import Inputs
 from .model import About, CachedModel, Forward, keep_latest, side_effect
 from .signal import Signal
@@ -80,8 +81,8 @@ class _TracedForm:
     trace: Trace
     extractor: SimpleExtractor | None = None
     reader: ModulatedInput | None = None
-    found: ModulatedInput.Known | None = None
-    """What a new reader can use."""
+    path: str | None = None
+    """Where in the leading block the signal was read last."""
     is_blind: bool = False
     """Whether the modulated input cannot be read without running the block."""
     time: int | str | None = None
@@ -97,9 +98,8 @@ class _TracedForm:
         if self.is_blind:
             return Signal(stream)
         if self.reader is None or not self.reader.is_current():
-            pair = None if other is None else (other, self._stream(other))
-            self.reader = ModulatedInput(given, stream, other=pair, known=self.found)
-            self.found = self.reader.known
+            self.reader = ModulatedInput(given, stream)
+            self.path = self.reader.path
         return Signal(self.reader(given, stream), self.reader.path)
 
     def _stream(self, given: Given) -> torch.Tensor:
@@ -108,7 +108,7 @@ class _TracedForm:
         return found
 
     def close(self) -> None:
-        """Free the shadows."""
+        """Free the twins."""
         if self.reader is not None:
             self.reader.close()
         if self.replay is not None:
@@ -159,9 +159,9 @@ class BlockModel(SkippableModel):
         problem, forms = super().about().problem, list(self._forms.values())
         if not forms:
             return About("the modulated input of the first block", problem)
-        judged = next((form for form in reversed(forms) if form.found is not None), forms[-1])
-        gate, found = judged.trace.leader.gate, judged.found
-        inner = f".{found.path}" if found is not None and found.path and not judged.is_blind else ""
+        judged = next((form for form in reversed(forms) if form.path is not None), forms[-1])
+        gate = judged.trace.leader.gate
+        inner = f".{judged.path}" if judged.path and not judged.is_blind else ""
         covered = replace(self._structure, stacks=tuple(segment.stack for segment in forms[-1].trace.segments))
         signal = f"the input of {gate.path}.{gate.index}{inner}"
         if self._extractor is not None:
@@ -185,16 +185,16 @@ class BlockModel(SkippableModel):
         except ModelError as error:
             self._refuse(inputs.signature, str(error))
             return Outcome(forward(inputs.args, inputs.kwargs), computed=True)
-        tracer = Tracer(self._model, self._structure)
-        with self._gates.asking(tracer):
+        watcher = Watcher(self._model, self._structure)
+        with self._gates.asking(watcher):
             output = forward(inputs.args, inputs.kwargs)
         try:
             problem = side_effect(inputs, before.tensors, output)
             if problem is not None:
                 raise ModelError(problem)
-            watched = tracer.finish()
-            rehearsal = Rehearsal(self._model, self._gates.by_module, watched, before.args, before.kwargs)
-            rehearsed = rehearsal.rehearse(output, lambda with_time: before.at_another_step(output, with_time))
+            watched = watcher.watched()
+            given, another = (before.args, before.kwargs), partial(before.at_another_step, output)
+            rehearsed = rehearse(self._model, self._gates.by_module, watched, given, output, another)
         except (ModelError, TrialFailed) as error:
             self._refuse(inputs.signature, str(error))
             return Outcome(output, computed=True)
@@ -202,9 +202,7 @@ class BlockModel(SkippableModel):
         for dropped in keep_latest(self._forms, inputs.signature, form):
             dropped.close()
         signal = form.read(self._model, *rehearsed) if wanted.decide is not None else None
-        idle = watched.trace.idle_slots
-        residuals = [None if slot in idle else part for slot, part in enumerate(watched.residuals)]
-        return Outcome(output, True, residuals, signal)
+        return Outcome(output, True, watched.residuals, signal)
 
     # -------------------------------------------------------------------------------------- all other times
 
@@ -233,7 +231,7 @@ class BlockModel(SkippableModel):
         return Outcome(output, True, None, signal, "the blocks were called in another way than in the traced forward")
 
     def _ask_ahead(self, form: _TracedForm, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
-        """Read the signal from the model's shadow, so that the model itself is called once either way."""
+        """Read the signal from the model's twin, so that the model itself is called once either way."""
         signal, skips = None, False
 
         def choose(given: Given) -> Mode:
@@ -280,7 +278,7 @@ class BlockModel(SkippableModel):
 
     @contextlib.contextmanager
     def _checked(self, form: _TracedForm, given: Given, signal: Signal) -> Iterator[None]:
-        """Check once whether the block's real attention gets what its shadow's got."""
+        """Check once whether the block's real attention gets what its twin's got."""
         reader, block = form.reader, given.module
         if reader is None or reader.is_checked or reader.attention is None or is_compiled(block):
             yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
-from ..trace.passes import Mode
+from ..trace.skip_pass import Mode
 from .clock import Clock, Step
 from .error_control import ErrorControl
 from .forecast_error import Path

@@ -17,8 +17,8 @@ import torch
 from ..core import nested
 from ..core.errors import SettingError
 from ..trace.forward import Tensors, added
-from ..trace.passes import tolerance
-from ..trace.shadow import TrialFailed, shadow_of, trial
+from ..trace.skip_pass import tolerance
+from ..trace.twin import TrialFailed, trial, twin_of
 from .blocks import BlockModel, Instruction, Outcome, SkippableModel
 from .inputs import Inputs
 from .model import About, Forward
@@ -108,12 +108,12 @@ class ExtractorModel(SkippableModel):
         return Outcome(*_run_blocks(context), signal)
 
     def _first(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
-        """Compute a step with the model itself, and compare the extractor's result on the model's shadow."""
+        """Compute a step with the model itself, and compare the extractor's result on the model's twin."""
         before = inputs.copied()
         output = forward(inputs.args, inputs.kwargs)
         try:
             with trial((before.args, before.kwargs)):
-                context = self._extractor(shadow_of(self._model), *before.args, **before.kwargs)
+                context = self._extractor(twin_of(self._model), *before.args, **before.kwargs)
                 signal = Signal(context.modulated_input)
                 found, _, residuals = _run_blocks(context)
                 difference = nested.difference(found, output)

@@ -15,7 +15,6 @@ from . import arguments
 from .terminal import Status, aligned
 
 if TYPE_CHECKING:
-    from ..arch.blocks import BlockStack
     from ..trace import ModelReport
     from ..trace.reports import ComponentReport
 
@@ -30,9 +29,6 @@ _MODEL = "a model, folder, .gguf file, hub name or class"
 
 _JSON = """
     --json                print JSON for programs
-"""
-_INSPECT = f"""{_JSON}
-    --probe               run two steps to see which values its blocks pass on
 """
 _PLAN = f"""
     --gpu-memory SIZE     the budget, such as 12GiB
@@ -51,7 +47,7 @@ _PLAN = f"""
 def add_inspect(commands: Any) -> None:
     parser = arguments.add_command(commands, _inspect)
     arguments.add_model(parser, _MODEL)
-    arguments.add_options(parser, _INSPECT)
+    arguments.add_options(parser, _JSON)
 
 
 def add_plan(commands: Any) -> None:
@@ -107,19 +103,17 @@ def _default_size(source: str) -> dict[str, int]:
 def _inspect(options: argparse.Namespace) -> int:
     """Show what a model is built of and which features it supports.
 
-    Show a model's components and their sizes, its stacks of blocks and the values they carry, and which features it
-    supports. No weights are loaded.
+    Show a model's components and their sizes, its stacks of blocks, and which features it supports. No weights are
+    loaded.
 
     examples:
       samovar inspect FluxTransformer2DModel
       samovar inspect black-forest-labs/FLUX.1-dev --json
-      samovar inspect ./my-model --probe
     """
     with Status("reading the model"):
-        from ..trace import survey, survey_by_running
+        from ..trace import survey
 
-        source = _find_config(options, with_weights=options.probe)
-        report = (survey_by_running if options.probe else survey)(source)
+        report = survey(_find_config(options))
     if options.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
@@ -127,9 +121,9 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def _find_config(options: argparse.Namespace, with_weights: bool = False) -> str:
-    """The folder or class that a model is read from. A hub name is downloaded, by default without its weights."""
-    from ..engine.models import fetch_model, find_model
+def _find_config(options: argparse.Namespace) -> str:
+    """The folder or class that a model is read from. A hub name is downloaded without its weights."""
+    from ..engine.models import find_model
 
     name = arguments.model_of(options) or "emoji"
     if name.lower() in BUILTIN_MODELS:
@@ -138,9 +132,7 @@ def _find_config(options: argparse.Namespace, with_weights: bool = False) -> str
         is_on_hub = find_model(name) is None
     except ModelError:  # A class, or a single component.
         return name
-    if not is_on_hub:
-        return name
-    return str(fetch_model(name)) if with_weights else _download_config(name)
+    return _download_config(name) if is_on_hub else name
 
 
 def _download_config(name: str) -> str:
@@ -171,14 +163,12 @@ def _print_report(report: ModelReport) -> None:
         anatomy = part.anatomy
         print(f"\n{_paint(part.name, 1)}  {_paint(f'stacks of {part.class_name}', 2)}")
         stacks = [
-            (s.path, f"{len(s)} x {' / '.join(s.block_classes)}", format_bytes(s.num_bytes), _passed_on(s))
-            for s in anatomy.stacks
+            (s.path, f"{len(s)} x {' / '.join(s.block_classes)}", format_bytes(s.num_bytes)) for s in anatomy.stacks
         ]
         for row in aligned(stacks, right=(2,)) or [_paint("none found", 2)]:
             print(f"  {row}")
-        for label, paths in (("runs between blocks", anatomy.side), ("did not run", anatomy.idle)):
-            if paths:
-                print(f"  {_paint(label, 2)}: {', '.join(paths)}")
+        if anatomy.side:
+            print(f"  {_paint('runs between blocks', 2)}: {', '.join(anatomy.side)}")
         if part.coverage is not None:
             print(f"  {_paint(str(part.coverage), 2)}")
     print(f"\n{_paint('features', 1)}")
@@ -186,13 +176,6 @@ def _print_report(report: ModelReport) -> None:
     for feature in report.features:
         works = {True: _paint("yes", 32), False: _paint("no ", 31), None: _paint("?  ", 33)}[feature.works]
         print(f"  {feature.name:{width}}  {works}  {_paint(feature.reason, 2)}")
-
-
-def _passed_on(stack: BlockStack) -> str:
-    if not stack.streams:
-        return "passes on: unknown without --probe"
-    values = (f"{s.parameter or '(not passed on)'}{f' [{s.kind}]' if s.kind else ''}" for s in stack.streams)
-    return f"passes on {', '.join(values)}"
 
 
 def _size_of(part: ComponentReport) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """Other kernels for attention, if one forward with them gives what the default gives.
 
 diffusers knows many (its attention backends), each for some GPUs, dtypes and masks. Some round otherwise, and some fail
-only when they run, or leave out a mask. So the first forward is tried with both, on the model's shadow, and where they
+only when they run, or leave out a mask. So the first forward is tried with both, on the model's twin, and where they
 do not agree the default stays.
 """
 
@@ -17,7 +17,7 @@ from ..core import nested
 from ..core.errors import SettingError, nearest
 from ..core.interop import attention_backends, use_attention
 from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, install_hook
-from ..trace.shadow import Shadow, TrialFailed
+from ..trace.twin import TrialFailed, run_trial, twin_of
 
 HOOK_NAME = "attention"
 NAMES = {"flash3": "_flash_3", "cudnn": "_native_cudnn", "torch_flash": "_native_flash", "math": "_native_math",
@@ -76,12 +76,12 @@ class AttentionHook(ModelHook, Handle):
             self.state = "used, and not compared with the default: its weights are streamed"
             return None
         try:
-            found = Shadow(module, {}, sharded=False).run(args, kwargs)
+            found = run_trial(twin_of(module, sharded=False), args, kwargs)
         except TrialFailed as error:
             return f"a forward with it failed ({str(error).partition(chr(10))[0]})"
         restore = use_attention(module, None)
         try:
-            expected = Shadow(module, {}, sharded=False).run(args, kwargs)
+            expected = run_trial(twin_of(module, sharded=False), args, kwargs)
         except TrialFailed as error:
             self.state = f"used, and not compared with the default, which failed ({error})"
             return None

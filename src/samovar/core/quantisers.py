@@ -125,7 +125,7 @@ def kept_beside_weights(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def begin_state(module: torch.nn.Module) -> None:
-    """Have an 8-bit layer fill its state now: its shadow would take it from the weight that they share."""
+    """Have an 8-bit layer fill its state now: its twin would take it from the weight that they share."""
     if _int8_state(module) is not None and getattr(module._parameters.get("weight"), "CB", None) is not None:
         module.init_8bit_state()  # type: ignore[operator]
 

@@ -22,7 +22,7 @@ from ..offload.ladder import EXACT, Ladder, Rung, choose_rung, table_of
 from ..offload.ring import ASSUMED_BUS
 from ..offload.sizes import sizes_in
 from ..trace.activations import Activations, read_activations
-from ..trace.rehearse import RequestSize
+from ..trace.dry_run import RequestSize
 from .quantize import GGUF, Quantization, QuantizationSetting, check_kind
 
 Planned = TypeVar("Planned")

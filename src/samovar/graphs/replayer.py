@@ -21,7 +21,7 @@ from ..arch.modules import unwrapped
 from ..core import nested
 from ..core.interop import modes
 from ..hooks import watched
-from ..trace.shadow import TrialFailed, draws_random_numbers, trial
+from ..trace.twin import TrialFailed, draws_random_numbers, trial
 from .audit import Audit, Constants
 from .config import GraphsConfig
 from .guard import Guard, obstacle

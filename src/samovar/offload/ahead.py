@@ -11,7 +11,7 @@ import torch
 from ..arch.modules import named_parts, tensor_bytes, unwrapped
 from ..core.interop import is_compiled
 from ..hooks.intercept import attached_registry
-from ..trace.rehearse import CallForm
+from ..trace.dry_run import CallForm
 from ..trace.time_only import find_tape, is_plain
 from .moving import HOOK as OFFLOAD_HOOK
 from .sizes import Component

@@ -26,7 +26,7 @@ from ..core.tensor_parts import num_bytes_of
 from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, PipelineHook, Run, hook_pipeline
 from ..hooks.registry import install_hook
 from ..trace.activations import Activations, activations_of
-from ..trace.rehearse import BATCHES, RequestSize
+from ..trace.dry_run import BATCHES, RequestSize
 from ..trace.time_only import is_autocast
 from .ahead import choose_layers, find_time_layers, may_have_time_layers, with_time_layers
 from .config import OffloadConfig

@@ -25,7 +25,7 @@ from ..core.settings import (
     setting,
     settings_of,
 )
-from ..trace.rehearse import RequestSize
+from ..trace.dry_run import RequestSize
 from .streaming import Timing
 
 Mode = Literal["auto", "model", "layerwise"]

@@ -32,8 +32,7 @@ from ..core.adapters import adapter_settings, adapters_of, loaded_adapters, merg
 from ..core.errors import ModelError, SettingError
 from ..core.tensor_parts import bits, take_apart
 from ..hooks import NOT_BYPASSED, HookOrder, ModelHook, Run, current_run, install_hook, pipeline_hooks
-from ..trace.tape import Form, Tape, tensors_in
-from ..trace.time_only import find_tape, is_autocast
+from ..trace.time_only import Form, Tape, find_tape, is_autocast
 from .ahead import HOOK, is_free
 from .coded import Samples, version_of
 from .host import HostMemory
@@ -346,7 +345,7 @@ class TimeLayers:
         number = None if known is None else forward.next_call(layer, known)
         if known is None or row is None or number is None:
             return NOT_BYPASSED
-        tensors = tensors_in((args, kwargs))
+        tensors = list(nested.tensors((args, kwargs)))
         is_alike = [(t.shape, t.dtype) for t in tensors] == [part.form for part in known.inputs[number]]
         is_alike = is_alike and all(tensor.device == row.device for tensor in tensors)
         is_checked = known.is_proved and known.kinds[number] in forward.checked

@@ -26,7 +26,7 @@ from ..core import nested
 from ..core.errors import HookConflictError
 from ..hooks import BranchHook, Handle, HookRegistry, current_context, install_hook, role_by_name
 from ..hooks.handle import for_now
-from ..trace.shadow import TrialFailed, trial
+from ..trace.twin import TrialFailed, trial
 from .collectives import Group
 from .layout import spread
 from .mesh import ParallelMesh, join

@@ -29,8 +29,8 @@ from ..arch import Anatomy, BlockStack
 from ..arch.blocks import output_values
 from ..arch.modules import parameters_of, unwrapped
 from ..core.errors import ModelError
-from ..trace.shadow import TrialFailed, trial
-from ..trace.watch import BlockCall, Watcher
+from ..trace.forward import BlockCall, Watcher
+from ..trace.twin import TrialFailed, trial
 from .attention import AttentionCall
 from .capture import attention_through, capturing
 from .plan import (

@@ -15,8 +15,8 @@ from ..core import nested
 from ..core.errors import HookConflictError, ModelError, SettingError, ShardingError, StrategyError
 from ..core.interop import attention_backend
 from ..hooks import Handle, HookRegistry, ModelHook, call_context, install_hook
-from ..trace.shadow import TrialFailed, trial
-from ..trace.watch import Watcher
+from ..trace.forward import Watcher
+from ..trace.twin import TrialFailed, trial
 from .derive import Candidate, candidates
 from .mesh import SequenceParallelConfig, make_mesh, rank_and_world
 from .plan import Placement, SequenceParallelModelPlan, declared_plan, invalid, place_plan, read_plan

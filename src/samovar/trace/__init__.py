@@ -1,6 +1,6 @@
-"""What does a forward do? Watched, replayed and perturbed, for caches, plans over ranks and reports."""
+"""Runs models without side effects: forwards watched, skipped, and run without weights. Knows whether they changed."""
 
-from .probe import probe_anatomy, probe_pipeline
-from .reports import ModelReport, survey, survey_by_running, survey_pipeline
+from .probe import probe_anatomy
+from .reports import ModelReport, survey, survey_pipeline
 
-__all__ = ["ModelReport", "probe_anatomy", "probe_pipeline", "survey", "survey_by_running", "survey_pipeline"]
+__all__ = ["ModelReport", "probe_anatomy", "survey", "survey_pipeline"]

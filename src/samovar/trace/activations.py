@@ -16,7 +16,7 @@ import torch
 from ..arch.modules import main_dtype, parameters_of
 from ..arch.skeleton import Part, Parts, build_pipeline, loaded_parts
 from ..core.errors import ModelError
-from .rehearse import CallForm, Rehearsal, RequestSize, rehearse
+from .dry_run import CallForm, DryRun, RequestSize, dry_run
 
 _SHARE, _BYTES = 0.10, 32 * 2**20
 """What is added: kernels take memory of their own, and matrix products on a GPU a workspace of 32 MiB."""
@@ -47,7 +47,7 @@ class Activations:
 def activations_of(pipeline: Any, size: RequestSize | None = None) -> Activations:
     """Those of a loaded pipeline or model. SettingError for a size that it does not take."""
     size = size or RequestSize()
-    return _of(rehearse(pipeline, size), loaded_parts(pipeline), size)
+    return _of(dry_run(pipeline, size), loaded_parts(pipeline), size)
 
 
 def read_activations(source: str, parts: Parts, size: RequestSize | None = None) -> Activations:
@@ -56,19 +56,19 @@ def read_activations(source: str, parts: Parts, size: RequestSize | None = None)
     try:
         pipeline = build_pipeline(source, parts)
     except ModelError as error:
-        return _of(Rehearsal(problem=str(error)), parts, size)
-    return _of(Rehearsal() if pipeline is None else rehearse(pipeline, size), parts, size)
+        return _of(DryRun(problem=str(error)), parts, size)
+    return _of(DryRun() if pipeline is None else dry_run(pipeline, size), parts, size)
 
 
-def _of(seen: Rehearsal, parts: Parts, size: RequestSize) -> Activations:
+def _of(seen: DryRun, parts: Parts, size: RequestSize) -> Activations:
     peaks, calls, problem, note = dict(seen.peaks), dict(seen.calls), seen.problem, ""
     for name, part in parts.items():
         if name not in peaks and part.role == "denoiser":
             twin = next((n for n, other in parts.items() if n in seen.peaks and other.cls is part.cls), None)
             if twin is not None:  # It is for later steps.
                 peaks[name], calls = peaks[twin], {name: calls[twin]} | calls
-            elif (estimate := _estimated(part, size)) is not None:
-                peaks[name], note = estimate
+            elif (found := estimate(part, size)) is not None:
+                peaks[name], note = found
     by_name = {name: int(peak * (1 + _SHARE)) + _BYTES for name, peak in peaks.items()}
     is_complete = all(name in by_name or part.role == "resident" for name, part in parts.items())
     problem = None if is_complete else problem or "it was not called in a run without weights"
@@ -78,7 +78,7 @@ def _of(seen: Rehearsal, parts: Parts, size: RequestSize) -> Activations:
     return Activations(by_name, note, problem, calls, seen.size)
 
 
-def _estimated(part: Part, size: RequestSize) -> tuple[int, str] | None:
+def estimate(part: Part, size: RequestSize) -> tuple[int, str] | None:
     """What a forward of tokens through the widest layer holds: what that reads and writes, twice, and what goes around
     it, a few times. Measured of FLUX.1 at 1024 px: 0.35 to 0.6 GiB; estimated: 0.5."""
     modules = () if part.module is None else tuple(part.module.modules())

@@ -1,9 +1,8 @@
-"""What a model is built of and which features it can use, read without weights or seen in a run."""
+"""What a model is built of and which features it can use, read without weights."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,17 +12,13 @@ import torch
 
 from ..arch.blocks import Anatomy, BlockStack, Coverage, coverage, find_anatomy
 from ..arch.components import Role
-from ..arch.folder import check_loaded, pipeline_class, read_index
 from ..arch.gguf_file import read_gguf
 from ..arch.modules import main_dtype, tensor_bytes, unwrapped
 from ..arch.quantised import as_stored
 from ..arch.skeleton import Part, Parts, loaded_parts, read_skeleton
-from ..core.errors import ModelError
-from ..core.files import index_file, reading
 from ..core.interop import declared_plans
 from ..core.quantisers import quantised_as
 from ..core.tensor_parts import problem_of
-from .probe import probe_pipeline
 
 
 @dataclass(frozen=True)
@@ -93,62 +88,6 @@ def survey_pipeline(pipeline: Any) -> ModelReport:
     """The same for a loaded pipeline or bare transformer."""
     name = type(unwrapped(pipeline) if isinstance(pipeline, torch.nn.Module) else pipeline).__name__
     return _report(name, name, loaded_parts(pipeline))
-
-
-def survey_by_running(source: str) -> ModelReport:
-    """Load a pipeline folder, run two steps, and report what was seen on the way."""
-    folder = Path(source).expanduser()
-    if not index_file(folder).is_file():
-        raise ModelError(
-            f"{source!r} cannot be run; expected a local folder that holds a whole pipeline, with a "
-            "model_index.json. Give one (hf download NAME --local-dir FOLDER), or inspect it without running it."
-        )
-    _, built = read_skeleton(source)  # Refuses a broken folder with a better message, before weights are read.
-    pipeline = _load(folder, built)
-    parts = loaded_parts(pipeline)
-    structure = _report(source, type(pipeline).__name__, parts)
-    # Quantised weights may be packed, several to an element.
-    counts = {name: _num_parameters(part.module) for name, part in built.items() if part.module is not None}
-    components = tuple(
-        replace(each, num_parameters=counts.get(each.name, each.num_parameters)) for each in structure.components
-    )
-    with reading(f"The pipeline in {folder}", "run"):
-        return replace(structure, components=_probed(pipeline, parts, components))
-
-
-def _load(folder: Path, parts: Parts) -> Any:
-    import diffusers
-    import transformers
-
-    cls = pipeline_class(folder, read_index(folder))
-    for logging in (transformers.utils.logging, diffusers.utils.logging):
-        logging.disable_progress_bar()  # Theirs are for people who load models by hand.
-    dtype = _dtype(sorted(parts.values(), key=_place))
-    given = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
-    with reading(f"The pipeline in {folder}"), warnings.catch_warnings():
-        # diffusers 0.38 knows only this name; later versions warn about it.
-        warnings.filterwarnings("ignore", ".*torch_dtype.* is deprecated", FutureWarning)
-        pipeline = cls.from_pretrained(str(folder), torch_dtype=dtype, **given)
-    check_loaded(pipeline, folder).set_progress_bar_config(disable=True)
-    return pipeline
-
-
-def _probed(pipeline: Any, parts: Parts, components: tuple[ComponentReport, ...]) -> tuple[ComponentReport, ...]:
-    """The components, with what two steps show of each denoiser that they call."""
-    probed: list[ComponentReport] = []
-    problems: list[ModelError] = []
-    for component in components:
-        module = parts[component.name].module
-        if component.anatomy and component.anatomy.stacks and module is not None:
-            try:
-                anatomy = probe_pipeline(pipeline, module)
-                component = replace(component, anatomy=anatomy, coverage=coverage(module, anatomy))
-            except ModelError as error:
-                problems.append(error)
-        probed.append(component)
-    if problems and all(component in components for component in probed):
-        raise problems[0]
-    return tuple(probed)
 
 
 def _report(source: str, class_name: str, parts: Parts) -> ModelReport:

@@ -1,8 +1,8 @@
-"""With which arguments does a pipeline call its components, and how much memory does each call take?
+"""A run of a pipeline without weights: how it calls its components, and how much memory each call takes.
 
-A twin of the pipeline runs two steps without weights (see `weightless`): it shares no module, scheduler or tokenizer
-with the pipeline, so nothing of it is touched, and no device is used. What the pipeline gives its components at a
-size is thus known before anything is loaded, and so is the memory that they need beside their weights.
+A twin of the pipeline runs two steps in `MetaMode`: it shares no module, scheduler or tokenizer with the pipeline, so
+nothing of it is touched, and no device is used. What the pipeline gives its components at a size is thus known before
+anything is loaded, and so is the memory that they need beside their weights.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,15 +26,14 @@ from ..arch.modular import called_as
 from ..arch.modules import unwrapped
 from ..core import nested
 from ..core.errors import SettingError
-from ..hooks import NOT_BYPASSED
-from .shadow import TrialFailed, trial
-from .weightless import Weightless, WeightlessCopier, with_few_values
+from .meta_mode import MetaCopier, MetaMode, with_few_values
+from .twin import Forward, TrialFailed, trial
 
 _PROMPT, _LONG_PROMPT = "tea", "tea " * 600
 """The long one is longer than most models read: they cut it off at their most, which takes the most memory."""
 _STEPS = 2
 """Schedulers that look back, and pipelines whose denoisers follow one another, need a second step."""
-_MOST_SECONDS = 30.0
+_MAX_SECONDS = 30.0
 BATCHES = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 _IMAGES = ("image", "init_image", "control_image", "mask_image", "control_mask", "last_image")
 _SIDE = 512
@@ -46,7 +46,7 @@ _DEVICES = ("device", "_execution_device")
 @dataclass(frozen=True)
 class CallForm:
     """The arguments of a call. Large tensors are on the meta device. Small ones are on the CPU with the values of the
-    rehearsal, because a forward may depend on them: run it inside `running_weightless`."""
+    run, because a forward may depend on them: run it inside `MetaMode`."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -74,7 +74,7 @@ class RequestSize:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class DryRun:
     """What was seen, by the names of components."""
 
     calls: Mapping[str, CallForm] = field(default_factory=dict)
@@ -87,23 +87,23 @@ class Rehearsal:
     """Why it ended early, if it did. Components that are in `peaks` were run to their end."""
 
 
-def rehearse(pipeline: Any, size: RequestSize | None = None, **settings: Any) -> Rehearsal:
+def dry_run(pipeline: Any, size: RequestSize | None = None, **settings: Any) -> DryRun:
     """Run a pipeline, loaded or on the meta device, without weights. SettingError for a size that it does not take.
 
     `settings`: other arguments of its call.
     """
     size = size or RequestSize()
     if is_denoiser_itself(pipeline) or not callable(pipeline):
-        return Rehearsal(problem=f"{type(pipeline).__name__} is not a pipeline that can be called")
-    found = Rehearsal(problem="it was not tried")
-    deadline = time.monotonic() + _MOST_SECONDS
+        return DryRun(problem=f"{type(pipeline).__name__} is not a pipeline that can be called")
+    found = DryRun(problem="it was not tried")
+    deadline = time.monotonic() + _MAX_SECONDS
     for arguments in _choices(pipeline, size):
-        tried = _Rehearsing(pipeline, deadline).run(arguments | settings)
+        tried = _Run(pipeline, deadline).run(arguments | settings)
         if tried.problem is None:
             _check_made(type(pipeline).__name__, size, tried.size)
             return tried
         found = max(tried, found, key=lambda one: (len(one.peaks), len(one.calls)))
-    if size != RequestSize() and not found.peaks and rehearse(pipeline, **settings).peaks:
+    if size != RequestSize() and not found.peaks and dry_run(pipeline, **settings).peaks:
         raise SettingError(f"{type(pipeline).__name__} does not take {size}: {found.problem}", param="height")
     return found
 
@@ -152,10 +152,10 @@ def _blank(width: int, height: int) -> Any:
 
 
 class _TooLong(Exception):
-    """A rehearsal took too long."""
+    """A run took too long."""
 
 
-class _Rehearsing:
+class _Run:
     """One run of a pipeline's twin."""
 
     def __init__(self, pipeline: Any, deadline: float) -> None:
@@ -163,18 +163,17 @@ class _Rehearsing:
         self._components = {
             name: unwrapped(module) for names, modules in roles for name, module in zip(names, modules, strict=True)
         }
-        self._pipeline = pipeline
-        self._mode = Weightless()
+        self._pipeline, self._deadline = pipeline, deadline
+        self._mode = MetaMode()
         self._calls: dict[str, CallForm] = {}
         self._peaks: dict[str, int] = {}
-        self._asked: list[Any] = []
         self._modules: dict[int, str] = {}
         self._returned: dict[Any, Any] = {}
         """The form of what a call returned, by the call's."""
         self._current: str | None = None
-        self._deadline = deadline
+        """The component that ran last."""
 
-    def run(self, arguments: Mapping[str, Any]) -> Rehearsal:
+    def run(self, arguments: Mapping[str, Any]) -> DryRun:
         problem, output = None, None
         try:
             with trial(()), quiet(), torch.compiler.set_stance("force_eager"):
@@ -183,16 +182,18 @@ class _Rehearsing:
                     output = type(twin).__call__(twin, **arguments)
         except TrialFailed as failed:
             problem = str(failed).splitlines()[0]
-            if failed.__cause__ is not None and self._is_inside(failed.__cause__):
+            frames = traceback.walk_tb(failed.__cause__.__traceback__ if failed.__cause__ is not None else None)
+            if any(
+                id(frame.f_locals.get("self")) in self._modules for frame, _ in frames
+            ):  # It did not get to its end.
                 self._peaks.pop(self._current or "", None)
                 self._current = None
         self._end_slice()
-        return Rehearsal(self._calls, self._peaks, _size_of(output), problem)
+        return DryRun(self._calls, self._peaks, _size_of(output), problem)
 
     def _twin(self) -> Any:
-        """The pipeline with weightless components, for which the CPU is the device that it runs on."""
-        answers = {module: self._answer(name) for name, module in self._components.items()}
-        copier = WeightlessCopier(answers, sharded=False)
+        """The pipeline with components without weights, for which the CPU is the device that it runs on."""
+        copier = MetaCopier({module: partial(self._call, name) for name, module in self._components.items()})
         cls = called_as(self._pipeline)
         if isinstance(self._pipeline, torch.nn.Module):
             twin: Any = copier.copy(unwrapped(self._pipeline))
@@ -203,39 +204,32 @@ class _Rehearsing:
             for value in (*parts.values(), *self._components.values()):
                 if isinstance(value, torch.nn.Module):
                     copier.copy(unwrapped(value))
-            vars(twin).update({name: _translated(copier, value) for name, value in parts.items()})
+            vars(twin).update({name: copier.translated(value) for name, value in parts.items()})
         if hasattr(twin, "set_progress_bar_config"):
             twin.set_progress_bar_config(disable=True)
         for name, module in self._components.items():
-            root = copier.copy(module)
-            root.register_forward_hook(self._note_output)
-            for part in root.modules():
+            for part in copier.copy(module).modules():
                 self._modules[id(part)] = name
-                if not isinstance(part, torch.jit.ScriptModule):
-                    part.register_forward_pre_hook(lambda _, __, name=name: self._touch(name))
+                part.register_forward_pre_hook(lambda _, __, name=name: self._touch(name))
         return twin
 
-    def _answer(self, name: str) -> Any:
+    def _call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Called in place of a component: notes the call, and answers one that was seen with what it returned."""
-
-        def answer(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-            with self._mode.paused():
-                form = nested.map_tensors(with_few_values, (args, kwargs))
-                key = name, nested.signature(nested.without_data(form))
-            self._calls.setdefault(name, CallForm(*form))
-            self._asked.append(key)
-            return nested.map_tensors(torch.empty_like, self._returned[key]) if key in self._returned else NOT_BYPASSED
-
-        return answer
-
-    def _note_output(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         with self._mode.paused():
-            self._returned[self._asked.pop()] = nested.without_data(output)
+            form = nested.map_tensors(with_few_values, (args, kwargs))
+        self._calls.setdefault(name, CallForm(*form))
+        key = name, nested.signature(form)
+        if key in self._returned:
+            return nested.map_tensors(torch.empty_like, self._returned[key])
+        output = forward(*args, **kwargs)
+        with self._mode.paused():
+            self._returned[key] = nested.without_data(output)
+        return output
 
     def _touch(self, name: str) -> None:
         """A module of a component is called. If it is another component's than before, a slice of the run ends."""
         if time.monotonic() > self._deadline:
-            raise _TooLong(f"the run without weights took more than {_MOST_SECONDS:.0f} s")
+            raise _TooLong(f"the run without weights took more than {_MAX_SECONDS:.0f} s")
         if name != self._current:
             self._end_slice()
             self._current, self._mode.peak_bytes = name, self._mode.num_bytes
@@ -244,11 +238,6 @@ class _Rehearsing:
         if self._current is not None:
             self._peaks[self._current] = max(self._peaks.get(self._current, 0), self._mode.peak_bytes)
 
-    def _is_inside(self, error: BaseException) -> bool:
-        """Whether an error was raised while a component's code ran."""
-        frames = traceback.walk_tb(error.__traceback__)
-        return any(id(frame.f_locals.get("self")) in self._modules for frame, _ in frames)
-
 
 def _size_of(output: Any) -> RequestSize | None:
     """The size of images (batch, channels, height, width) or videos (batch, frames, channels, height, width)."""
@@ -256,15 +245,6 @@ def _size_of(output: Any) -> RequestSize | None:
     if len(shape) not in (4, 5):
         return None
     return RequestSize(shape[-2], shape[-1], shape[1] if len(shape) == 5 else None, shape[0])
-
-
-def _translated(copier: WeightlessCopier, value: Any) -> Any:
-    """A part of a pipeline for its twin; one that cannot be copied, such as a frozen dictionary, is shared."""
-    try:
-        with trial(()):
-            return copier.translated(value)
-    except TrialFailed:
-        return value
 
 
 @contextmanager

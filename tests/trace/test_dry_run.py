@@ -13,7 +13,7 @@ from samovar.arch.skeleton import build_pipeline, read_skeleton
 from samovar.builtin import BUILTIN_MODELS
 from samovar.core import nested
 from samovar.core.errors import SettingError
-from samovar.trace.rehearse import CallForm, Rehearsal, RequestSize, rehearse
+from samovar.trace.dry_run import CallForm, DryRun, RequestSize, dry_run
 
 every = pytest.mark.parametrize("tiny", PIPELINES.values(), ids=PIPELINES)
 
@@ -22,9 +22,9 @@ def size_of(tiny: TinyPipeline) -> RequestSize:
     return RequestSize(*(tiny.settings.get(name) for name in ("height", "width", "num_frames")))
 
 
-def rehearsed(tiny: TinyPipeline, pipe: Any, **settings: Any) -> Rehearsal:
+def rehearsed(tiny: TinyPipeline, pipe: Any, **settings: Any) -> DryRun:
     arguments = tiny.arguments(pipe, tiny.settings | settings) | {"num_inference_steps": 2}
-    return rehearse(pipe, size_of(tiny), **{k: v for k, v in arguments.items() if k not in ("height", "width")})
+    return dry_run(pipe, size_of(tiny), **{k: v for k, v in arguments.items() if k not in ("height", "width")})
 
 
 def real_calls(tiny: TinyPipeline, pipe: Any) -> dict[str, CallForm]:
@@ -101,7 +101,7 @@ def test_a_folder_is_rehearsed_like_the_loaded_pipeline() -> None:
     folder = BUILTIN_MODELS["emoji"]
     loaded = DiffusionPipeline.from_pretrained(folder).to(torch.float16)
     size = RequestSize(64, 96, batch=2)
-    read, real = rehearse(build_pipeline(str(folder), read_skeleton(str(folder))[1]), size), rehearse(loaded, size)
+    read, real = dry_run(build_pipeline(str(folder), read_skeleton(str(folder))[1]), size), dry_run(loaded, size)
     assert read.problem is None
     assert {name: form(call) for name, call in read.calls.items()} == {n: form(c) for n, c in real.calls.items()}
     assert read.peaks == real.peaks
@@ -112,7 +112,7 @@ def test_a_folder_is_rehearsed_like_the_loaded_pipeline() -> None:
 def test_more_pixels_frames_and_images_need_more() -> None:
     ltx = PIPELINES["ltx"].build(0)
     needs = [
-        rehearse(ltx, RequestSize(*size)).peaks
+        dry_run(ltx, RequestSize(*size)).peaks
         for size in ((64, 64, 9), (128, 64, 9), (64, 128, 9), (64, 64, 17), (64, 64, 9, 2))
     ]
     for name in ("transformer", "vae"):
@@ -131,12 +131,12 @@ def test_sizes_that_are_none_are_refused(size: dict[str, Any], param: str) -> No
 
 def test_frames_of_an_image_model_are_refused() -> None:
     with pytest.raises(SettingError, match="frames=9 means nothing to FluxPipeline, which takes no num_frames"):
-        rehearse(PIPELINES["flux"].build(0), RequestSize(frames=9))
+        dry_run(PIPELINES["flux"].build(0), RequestSize(frames=9))
 
 
 def test_a_size_that_the_pipeline_refuses_is_refused_in_its_words() -> None:
     with pytest.raises(SettingError, match=r"SD3|StableDiffusion3Pipeline does not take .*divisible by"):
-        rehearse(PIPELINES["sd3"].build(0), RequestSize(height=17, width=16))
+        dry_run(PIPELINES["sd3"].build(0), RequestSize(height=17, width=16))
 
 
 def test_a_component_that_fails_is_said_to_and_the_others_are_known() -> None:
@@ -146,10 +146,10 @@ def test_a_component_that_fails_is_said_to_and_the_others_are_known() -> None:
         raise RuntimeError("no such luck")
 
     pipe.vae.decoder.forward = fail
-    found = rehearse(pipe, RequestSize(16, 24))
+    found = dry_run(pipe, RequestSize(16, 24))
     assert found.problem == "RuntimeError: no such luck"
     assert {*found.peaks} == {"text_encoder", "text_encoder_2", "transformer"}
 
 
 def test_a_lone_model_is_not_a_pipeline() -> None:
-    assert rehearse(PIPELINES["flux"].build(0).transformer).problem is not None
+    assert dry_run(PIPELINES["flux"].build(0).transformer).problem is not None

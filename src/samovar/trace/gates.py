@@ -1,0 +1,111 @@
+"""Gates at a model's blocks, and at modules that may run between them.
+
+A gate stands before each block, outside everything that others put on it. It asks the pass that runs on its thread
+whether the block computes or is answered for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from ..arch.blocks import Anatomy, BlockStack
+from ..arch.modules import is_container, named_parts
+from ..core.errors import SettingError
+from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, watched
+from ..hooks.handle import for_now
+
+
+class Pass(Protocol):
+    """One forward, as its gates see it."""
+
+    def enter(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """Called before a gated module runs; return an answer in its place, or NOT_BYPASSED."""
+
+    def leave(self, gate: Gate, module: torch.nn.Module, output: Any) -> None:
+        """Called after a gated module ran."""
+
+
+class _Active(threading.local):
+    running: Pass | None = None
+
+
+class Gate(ModelHook):
+    """Asks the running pass before and after its module."""
+
+    order = HookOrder.CACHE
+    may_be_left_out = True  # Without a pass it does nothing, and with one the forward is not replayed.
+
+    def __init__(self, active: _Active, path: str, stack: BlockStack | None, index: int) -> None:
+        self._active = active
+        self.path = path
+        """Path of the list that holds the module, or of the module itself outside a list."""
+        self.stack = stack
+        """The block's stack; None if the module is not a block."""
+        self.index = index
+
+    def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        running = self._active.running
+        return NOT_BYPASSED if running is None else running.enter(self, module, args, kwargs)
+
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+        running = self._active.running
+        if running is not None:
+            running.leave(self, module, output)
+        return output
+
+
+class Gates(Handle):
+    """The gates of one model: at its blocks, and at modules that may run between them."""
+
+    def __init__(self, model: torch.nn.Module, structure: Anatomy, hook_name: str) -> None:
+        super().__init__()
+        self.model = model
+        self._active = _Active()
+        self._hook_name = hook_name
+        self.by_module: dict[torch.nn.Module, Gate] = {}
+        self._undo.callback(self.by_module.clear)
+        holders = tuple(stack.path for stack in structure.stacks)
+        try:
+            for stack in structure.stacks:
+                for index, block in enumerate(stack.modules(model)):
+                    self._put(block, Gate(self._active, stack.path, stack, index))
+            for path, module in other_modules(model, structure):
+                if not any(holder.startswith(f"{path}.") for holder in holders):
+                    with contextlib.suppress(SettingError):  # Without a gate it runs at every step, which is harmless.
+                        self._put(module, Gate(self._active, path, None, 0))
+        except BaseException:
+            self.detach()
+            raise
+
+    def _put(self, module: torch.nn.Module, gate: Gate) -> None:
+        registry = HookRegistry.get_or_create(module)
+        if self._hook_name not in registry:  # A block that is held twice has one gate.
+            registry.register_hook(self._hook_name, gate)
+            self._undo.callback(registry.remove_hook, self._hook_name)
+            self.by_module[module] = gate
+
+    @contextlib.contextmanager
+    def asking(self, running: Pass) -> Iterator[None]:
+        """Inside, the gates ask this pass on this thread."""
+        with for_now(self._active, running=running), watched():
+            yield
+
+    @property
+    def running(self) -> Pass | None:
+        """The pass that runs on this thread."""
+        return self._active.running
+
+
+def other_modules(model: torch.nn.Module, anatomy: Anatomy) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The children of all containers outside blocks, with their container's path."""
+    stacks = tuple(stack.path for stack in anatomy.stacks)
+    for path, container in named_parts(model).items():
+        inside = path in stacks or path.startswith(tuple(f"{stack}." for stack in stacks))
+        if is_container(container) and not inside:
+            for child in container.children():
+                yield path, child

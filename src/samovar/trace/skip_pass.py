@@ -1,0 +1,234 @@
+"""Forwards in which no block runs.
+
+Every block of a segment hands its streams on except the last, which returns the segment's first input plus the
+residual; the residual includes whatever the model did to the streams in between. Modules between blocks return zeros.
+The forward itself always runs to its end.
+
+Before a model is skipped, a step that was just computed is skipped on the model's twin: the outputs must agree. Skipped
+again with another sample, the forward shows which stack sees the sample, and so leads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from ..arch.declarations import declaration_for
+from ..core import nested
+from ..core.errors import ModelError
+from ..hooks import NOT_BYPASSED
+from .forward import Call, Given, Segment, Tensors, Trace, Watched, added, alike, filled
+from .gates import Gate
+from .twin import Forward, TrialFailed, free, run_trial, trial, twin_of
+
+Mode = Literal["compute", "skip", "ask"]
+
+
+class StepPass:
+    """One forward through blocks that were traced before."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        mode: Mode,
+        expected: Tensors | None = None,
+        choose: Callable[[Given], Mode] | None = None,
+    ) -> None:
+        """`expected`: the residuals of a skipped step. Without them it hands its streams on unchanged, and its output
+        is not used. `choose` picks the mode at the leading block, from its arguments."""
+        self.mode = mode
+        """`ask` computes until the leading block has chosen."""
+        self.lost: str | None = None
+        """Why this forward does not follow the trace, if it does not. A skipped step's output is then useless."""
+        self.inputs: dict[Segment, list[Any]] = {}
+        """What reached the first block of each segment, as copies: what gets them may overwrite them."""
+        self._trace, self._expected, self._choose = trace, expected, choose
+        self._position = 0
+        self._current: Call | None = None
+        self._residuals: dict[Segment, Tensors] = {}
+
+    @property
+    def residuals(self) -> Tensors | None:
+        """What each segment added to its streams, in the order of the slots; None if unknown."""
+        if self.lost is not None:
+            return None
+        unknown = {segment: [None] * len(segment.stack.streams) for segment in self._trace.segments}
+        return [residual for parts in (unknown | self._residuals).values() for residual in parts]
+
+    def enter(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.lost is not None:
+            return NOT_BYPASSED
+        calls = self._trace.calls
+        call = calls[self._position] if self._position < len(calls) else None
+        if call is None or call.gate is not gate:
+            # Members of a list that runs between blocks may be called at other times too.
+            if gate.stack is not None and gate.path not in self._trace.side:
+                self._lose(f"a block of {gate.path!r} was not expected here")
+            return NOT_BYPASSED
+        self._position += 1
+        try:
+            if call is self._trace.leader and self._choose is not None:
+                self.mode = self._choose(Given(module, args, kwargs))
+            inputs = call.read(args, kwargs)
+        except (IndexError, KeyError):
+            self._lose(f"a block of {gate.path!r} got other arguments than in the traced forward")
+            return NOT_BYPASSED
+        if call.is_first and call.segment is not None:
+            self.inputs[call.segment] = [v.clone() if isinstance(v, torch.Tensor) else v for v in inputs]
+        if self.mode == "skip":
+            return filled(call.returned, self._handed_on(call, inputs), (*args, *kwargs.values()))
+        self._current = call
+        return NOT_BYPASSED
+
+    def leave(self, gate: Gate, module: torch.nn.Module, output: Any) -> None:
+        call = self._current
+        segment = None if call is None or call.gate is not gate or not call.is_last else call.segment
+        if segment is None:
+            return
+        try:
+            self._residuals[segment] = added(self.inputs.pop(segment), output)
+        except ValueError:
+            self._lose(f"a block of {gate.path!r} returned other shapes than in the traced forward")
+
+    def finish(self) -> None:
+        """Called when the forward has returned."""
+        if self.lost is None and self._position < len(self._trace.calls):
+            path = self._trace.calls[self._position].gate.path
+            self._lose(f"the forward ended before it called a block of {path!r}")
+
+    def _handed_on(self, call: Call, values: list[Any]) -> Sequence[Any]:
+        """What a skipped call returns: what it was given or, at the end of a segment, that with the residuals."""
+        segment = call.segment
+        if segment is None or not call.is_last or self._expected is None:
+            return values
+        residuals = self._expected[segment.slot :][: len(values)]
+        return [
+            base if residual is None else base + residual if alike(base, residual) else residual.clone()
+            for base, residual in zip(self.inputs[segment], residuals, strict=True)
+        ]
+
+    def _lose(self, why: str) -> None:
+        self.lost, self._current = why, None
+
+
+class Replay:
+    """Forwards of a model's twin in which no block runs. The model itself is not called."""
+
+    def __init__(self, model: torch.nn.Module, gates: Mapping[torch.nn.Module, Gate], trace: Trace) -> None:
+        self._first = {call.gate: call.segment for call in trace.calls if call.is_first and call.segment is not None}
+        self._step: StepPass | None = None
+        self._keeps_calls = False
+        self.first_calls: dict[Segment, Given] = {}
+        """The arguments of the first block of each segment in the last forward, as copies, if they were kept."""
+        self._twin = twin_of(model, {module: partial(self._answer, module, gate) for module, gate in gates.items()})
+
+    def skip(self, step: StepPass, args: Any, kwargs: Any, *, keeps_calls: bool = False) -> Any:
+        """The output of a forward through this pass; TrialFailed if the model raises."""
+        self._step, self._keeps_calls, self.first_calls = step, keeps_calls, {}
+        try:
+            output = run_trial(self._twin, args, kwargs)
+        finally:
+            self._step = None
+        step.finish()
+        return output
+
+    def close(self) -> None:
+        """Free the twin."""
+        free(self._twin)
+
+    def _answer(self, module: torch.nn.Module, gate: Gate, forward: Forward, args: Any, kwargs: Any) -> Any:
+        assert self._step is not None
+        segment = self._first.get(gate)
+        if self._keeps_calls and segment is not None and segment not in self.first_calls:
+            self.first_calls[segment] = Given(module, args, kwargs).copied()
+        answer = self._step.enter(gate, module, args, kwargs)
+        return forward(*args, **kwargs) if answer is NOT_BYPASSED else answer
+
+
+Perturb = Callable[[bool], tuple[Any, Any]]
+"""Makes arguments of the model with another sample and, if asked to, at another time."""
+Rehearsed = tuple[Given, Given | None]
+"""Arguments of the leading block, and the same with another sample at another time."""
+
+
+def rehearse(
+    model: torch.nn.Module,
+    gates: Mapping[torch.nn.Module, Gate],
+    watched: Watched,
+    given: tuple[Any, Any],
+    output: Any,
+    perturb: Perturb,
+) -> Rehearsed:
+    """Skip the step that gave this output, on the model's twin, and find the leader of the trace. ModelError says why
+    nothing can be skipped."""
+    trace, residuals, first_calls = watched
+    try:
+        replay = Replay(model, gates, trace)
+    except TrialFailed as error:
+        raise ModelError(f"a trial of the model failed ({error})") from error
+    try:
+        same = _same(replay, trace, residuals, given, output)
+        other = _elsewhere(replay, trace, residuals, given, partial(perturb, False))
+        if isinstance(other, TrialFailed):
+            raise ModelError(f"could not test which blocks depend on the sample ({other})") from other
+        _find_leader(trace, declaration_for(model).leader, same, other)
+        segment = trace.leader.segment
+        assert segment is not None
+        later = _elsewhere(replay, trace, residuals, given, partial(perturb, True))  # Some models refuse that time.
+        is_refused = isinstance(later, TrialFailed)
+        return first_calls[segment], None if is_refused else replay.first_calls.get(segment)
+    finally:
+        replay.close()
+
+
+def _same(replay: Replay, trace: Trace, residuals: Tensors, given: tuple[Any, Any], output: Any) -> StepPass:
+    """The step that was just computed, skipped, if that gives what it gave."""
+    step = StepPass(trace, "skip", residuals)
+    try:
+        skipped = replay.skip(step, *given)
+    except TrialFailed as error:
+        raise ModelError(f"a trial of the model failed ({error})") from error
+    if step.lost is not None:
+        raise ModelError(f"the blocks are not called in the same order each time: {step.lost}")
+    difference = nested.difference(skipped, output)
+    if not difference <= tolerance(residuals):
+        raise ModelError(f"a skipped step differs from a computed one by {difference:.1e} where they should agree")
+    return step
+
+
+def _elsewhere(
+    replay: Replay, trace: Trace, residuals: Tensors, given: tuple[Any, Any], perturbed: Callable[[], tuple[Any, Any]]
+) -> StepPass | TrialFailed:
+    """A skipped step with other arguments."""
+    step = StepPass(trace, "skip", residuals)
+    try:
+        with trial(given):
+            other = perturbed()
+        replay.skip(step, *other, keeps_calls=True)
+    except TrialFailed as error:
+        return error
+    return step
+
+
+def _find_leader(trace: Trace, declared: str | None, same: StepPass, other: StepPass) -> None:
+    """The first segment that another sample reaches leads, unless one is declared."""
+    moved: dict[Segment | None, list[bool]] = {}
+    for segment in trace.segments:
+        pairs = zip(same.inputs.get(segment, ()), other.inputs.get(segment, ()), strict=False)
+        moved[segment] = [isinstance(one, torch.Tensor) and not nested.equal(one, two) for one, two in pairs]
+    starts = [call for call in trace.calls if call.is_first]
+    leaders = [call for call in starts if call.gate.path == declared] or [c for c in starts if any(moved[c.segment])]
+    if not leaders:
+        raise ModelError("the sample reaches none of its blocks directly, so nothing shows how it changes")
+    trace.leader = leaders[0]
+    streams = moved[trace.leader.segment]
+    trace.stream = streams.index(True) if True in streams else 0
+
+
+def tolerance(value: Any) -> float:
+    """How far a result may be off that is computed in another order, by the precision of its tensors."""
+    is_precise = all(tensor.dtype in (torch.float32, torch.float64) for tensor in nested.tensors(value))
+    return 1e-4 if is_precise else 5e-2
