@@ -159,8 +159,10 @@ def check_loss(loss: str | None, quantization: QuantizationSetting, config: Offl
 def choose_quantization(
     folder: Path, dtype: torch.dtype, device: torch.device, attached: AttachConfig, size: Size, loss: str
 ) -> tuple[Quantization | None, str]:
-    """Of what may be lost, the quantisation that fits and sends the fewest bytes over the bus, and why. `attached`: what
-    the model will run with."""
+    """Of what may be lost, the quantisation that fits and sends the fewest bytes over the bus, and why.
+
+    `attached`: what the model will run with.
+    """
     config = attached.offload
     assert config is not None, "there is no budget without offload"
     parts = read_parts(str(folder), dtype)

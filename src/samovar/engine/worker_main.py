@@ -127,8 +127,8 @@ class Inbox:
 
 
 def _set_up_rank(config: OmniDiffusionConfig, place: Place) -> None:
-    """Leave the other ranks their part of the processor, and on a CPU other replicas theirs; and join the ranks as under
-    torchrun. The parent holds the store, so it outlives every rank."""
+    """Share the processor with the other ranks, and on a CPU with other replicas; and join the ranks as under torchrun.
+    The parent holds the store, so it outlives every rank."""
     num_processes = place.num_ranks * (config.num_replicas if config.execution_device().type == "cpu" else 1)
     if num_processes > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // num_processes))
