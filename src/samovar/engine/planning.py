@@ -58,10 +58,7 @@ def make_plan(
 ) -> MadePlan:
     """The plan for a model's folder, a class of diffusers or a GGUF file, without weights."""
     check_loss(loss, quantization, config)
-    speed = ASSUMED_BUS if bus is None else parse_bytes(bus, "bus")
-    if not speed:
-        raise SettingError(f"bus={bus!r}; expected bytes per second, more than 0, such as '25GiB'.", param="bus")
-    config = replace(config, timing=config.timing or Timing(speed))
+    config = replace(config, timing=config.timing or _read_bus(bus))
     if source.endswith(GGUF) and Path(source).expanduser().is_file():
         return _plan_file(source, config, quantization or loss)
     parts = read_parts(source, getattr(torch, dtype) if dtype else None)
@@ -83,9 +80,20 @@ def make_plan(
         plan = replace(plan, notes=(*plan.notes, f"{way.chosen}, since gpu_memory is not enough otherwise"))
     if stored:
         return MadePlan(plan, taken.tiers, (taken,), tuple(table_of(rungs, {})))
-    needs = {name: QUANTISERS[kind.package] for name, kind in KINDS.items()}
-    notes = {name: f"needs {package.requirement}" for name, package in needs.items() if package.problem()}
-    return MadePlan(plan, taken.tiers, tuple(rungs), tuple(table_of(rungs, notes | {taken.name: "taken"})), why)
+    return MadePlan(plan, taken.tiers, tuple(rungs), tuple(table_of(rungs, _needs() | {taken.name: "taken"})), why)
+
+
+def _read_bus(bus: str | None) -> Timing:
+    speed = ASSUMED_BUS if bus is None else parse_bytes(bus, "bus")
+    if not speed:
+        raise SettingError(f"bus={bus!r}; expected bytes per second, more than 0, such as '25GiB'.", param="bus")
+    return Timing(speed)
+
+
+def _needs() -> dict[str, str]:
+    """What quantisation lacks here, by kind."""
+    packages = {name: QUANTISERS[kind.package] for name, kind in KINDS.items()}
+    return {name: f"needs {package.requirement}" for name, package in packages.items() if package.problem()}
 
 
 def _take(rungs: Sequence[Rung], loss: str | None) -> tuple[Rung, str]:
