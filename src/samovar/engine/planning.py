@@ -71,16 +71,29 @@ def make_plan(
     rungs, way = _rungs(source, parts, config, size, [EXACT] if stored else [EXACT, *KINDS])
     if stored:  # It is what it is: there is nothing to choose.
         rungs = [replace(rungs[0], name=stored)]
-    taken, why = _take(rungs, loss)
+        made = replace(_choose(rungs, None), choices=tuple(table_of(rungs, {})), why="")
+    else:
+        made = _choose(rungs, loss)
+    if way == Way():
+        return made
+    notes = (*made.plan.notes, f"{way.chosen}, since gpu_memory is not enough otherwise")
+    return replace(made, plan=replace(made.plan, notes=notes))
+
+
+def _choose(rungs: Sequence[Rung], loss: str | None) -> MadePlan:
+    """The plan of the choice to take, and the others beside it."""
+    if loss is None:
+        taken, why = rungs[0], "Nothing is quantised unless --loss or --quantization says so"
+    else:
+        allowed = {EXACT, *(kind.name for kind in kinds_within(loss))}
+        taken, why = choose_rung([rung for rung in rungs if rung.name in allowed])
     if taken.plan is None or taken.tiers is None:
         fitting = ", ".join(rung.name for rung in rungs if rung.plan is not None)
         raise SettingError(taken.problem + f" Or quantise: {fitting} would fit." * bool(fitting), param="gpu_memory")
-    plan = taken.plan
-    if way != Way():
-        plan = replace(plan, notes=(*plan.notes, f"{way.chosen}, since gpu_memory is not enough otherwise"))
-    if stored:
-        return MadePlan(plan, taken.tiers, (taken,), tuple(table_of(rungs, {})))
-    return MadePlan(plan, taken.tiers, tuple(rungs), tuple(table_of(rungs, _needs() | {taken.name: "taken"})), why)
+    packages = {name: QUANTISERS[kind.package] for name, kind in KINDS.items()}
+    notes = {name: f"needs {package.requirement}" for name, package in packages.items() if package.problem()}
+    choices = tuple(table_of(rungs, notes | {taken.name: "taken"}))
+    return MadePlan(taken.plan, taken.tiers, tuple(rungs), choices, f"{why[0].upper()}{why[1:]}.")
 
 
 def _read_bus(bus: str | None) -> Timing:
@@ -88,21 +101,6 @@ def _read_bus(bus: str | None) -> Timing:
     if not speed:
         raise SettingError(f"bus={bus!r}; expected bytes per second, more than 0, such as '25GiB'.", param="bus")
     return Timing(speed)
-
-
-def _needs() -> dict[str, str]:
-    """What quantisation lacks here, by kind."""
-    packages = {name: QUANTISERS[kind.package] for name, kind in KINDS.items()}
-    return {name: f"needs {package.requirement}" for name, package in packages.items() if package.problem()}
-
-
-def _take(rungs: Sequence[Rung], loss: str | None) -> tuple[Rung, str]:
-    """The choice to plan for, and why."""
-    if loss is None:
-        return rungs[0], "Nothing is quantised unless --loss or --quantization says so."
-    allowed = {EXACT, *(kind.name for kind in kinds_within(loss))}
-    taken, why = choose_rung([rung for rung in rungs if rung.name in allowed])
-    return taken, f"{why[0].upper()}{why[1:]}."
 
 
 def _rungs(
