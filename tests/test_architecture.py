@@ -40,7 +40,7 @@ BUDGETS = {
     "compose": 9_000,
     "core": 10_800,
     "engine": 37_000,
-    "graphs": 6_100,
+    "graphs": 5_550,
     "hooks": 10_500,
     "lab": 13_800,
     "media": 3_500,

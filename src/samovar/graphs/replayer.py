@@ -218,14 +218,14 @@ class GraphsHook(ModelHook, Handle):
     def _record(self, form: _Form, recorder: Recorder, function: Function, given: Any) -> Any:
         """Run a call, and record it."""
         form.misses, form.wait = 0, 2 * form.wait
-        if form.wait > _MAX_WAIT:
-            self._note("what it depends on changes from call to call")
         inputs = StaticInputs(given)
         output = self._plainly(function, given)
         try:
             self._make_room(form)
             with watched():
                 form.variants.insert(0, self._recorded(inputs, recorder, function, output))
+            if form.wait > _MAX_WAIT:
+                self._note("what it depends on changes from call to call")
             del form.variants[_MAX_VARIANTS:]
         except Unsuitable as why:
             self._note(str(why))
