@@ -59,7 +59,7 @@ MORE_COMPLEX: dict[str, tuple[int, int]] = {
     "cache": (20, 9),
     "compose": (17, 11),
     "engine": (17, 10),
-    "graphs": (20, 8),
+    "graphs": (20, 9),
     "lab": (15, 7),
     "offload": (20, 8),
     "parallel": (18, 9),
