@@ -146,7 +146,7 @@ def qwen_vl(is_tiny: bool) -> torch.nn.Module:
         "rope_type": "default",
         "rope_theta": 1e6,
         "mrope_section": [4, 6, 6] if is_tiny else [16, 24, 24],
-    }  # type: ignore[assignment]  # noqa: E501
+    }  # type: ignore[assignment]
     return fill(lambda: Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)))
 
 
