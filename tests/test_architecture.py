@@ -38,7 +38,7 @@ BUDGETS = {
     "cache": 22_950,
     "cli": 9_200,
     "compose": 9_000,
-    "core": 10_400,
+    "core": 10_100,
     "engine": 37_000,
     "graphs": 5_550,
     "hooks": 10_500,

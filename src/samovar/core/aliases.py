@@ -86,12 +86,10 @@ def accept_aliases(cls: type[Config]) -> type[Config]:
 
 
 def _cache(given: Mapping[str, Any]) -> Any:
-    config, backends = given.get("cache_config"), [given.get(name) for name in ("cache_backend", "cache_adapter")]
-    backend = backends[0] or backends[1]
-    if backends[1] not in (None, backend):
-        message = (
-            f"cache_adapter={backends[1]!r} and cache_backend={backend!r} contradict each other. Give one of them."
-        )
+    config, adapter = given.get("cache_config"), given.get("cache_adapter")
+    backend = given.get("cache_backend") or adapter
+    if adapter not in (None, backend):
+        message = f"cache_adapter={adapter!r} and cache_backend={backend!r} contradict each other. Give one of them."
         raise SettingError(message, param="cache_adapter")
     if config is None or backend is None:
         return backend or config
