@@ -26,7 +26,7 @@ from gpu_bench import GIB, PASSES, Bench, Holder, gib, is_same, resident_set_byt
 from samovar.core.errors import SettingError
 from samovar.core.tensor_parts import num_bytes_of
 from samovar.hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook, running
-from samovar.offload import OffloadConfig, Offloaded, apply_offload
+from samovar.offload import OffloadConfig, Offloaded, Timing, apply_offload
 
 PARTS = ("flux", "peers", "qwen", "sd35", "hunyuan", "wan", "pipeline", "qwen-peers", "flux2")
 BUDGETS = {
@@ -159,15 +159,21 @@ class Ours:
 
     def learn(self, offloaded: Offloaded) -> dict[str, Any]:
         """Measure blocks and activations, and plan anew with them."""
-        with offloaded.measure() as measured, running(self.holder):
+        timing = self.time(offloaded)
+        return {
+            "activations_gib": {name: gib(need) for name, need in offloaded.history.needs.items()},
+            "blocks_ms": round(sum(timing.block_s.values()) * 1e3, 1),
+            "rest_ms": round(sum(timing.rest_s.values()) * 1e3, 1),
+        }
+
+    def time(self, offloaded: Offloaded) -> Timing:
+        """Measure within the plan there is, and plan anew."""
+        with offloaded.measure(), running(self.holder):
             for _ in range(3):
                 self.forward()
-        offloaded.replan(activations=measured.activations, timing=measured.timing)
-        return {
-            "activations_gib": {name: gib(need) for name, need in measured.activations.items()},
-            "blocks_ms": round(sum(measured.timing.block_s.values()) * 1e3, 1),
-            "rest_ms": round(sum(measured.timing.rest_s.values()) * 1e3, 1),
-        }
+        offloaded.replan()
+        assert offloaded.history.timing is not None
+        return offloaded.history.timing
 
     def measure(self, offloaded: Offloaded, passes: int = PASSES) -> dict[str, Any]:
         """A pass under the plan there is, beside what the plan expects and what the bus allows."""
@@ -204,16 +210,8 @@ class Ours:
             offloaded.replan(mode="auto", gpu_memory=budget)
         except SettingError as error:
             return found | {"refused": str(error)}
-        with offloaded.measure() as measured, running(self.holder):
-            for _ in range(3):
-                self.forward()
-        offloaded.replan(timing=measured.timing)
-        launch_s, block_s = (sum(times.values()) for times in (measured.timing.launch_s, measured.timing.block_s))
-        return (
-            found
-            | self.measure(offloaded)
-            | {"launch_ms": round(launch_s * 1e3, 1), "blocks_ms": round(block_s * 1e3, 1)}
-        )
+        block_s = sum(self.time(offloaded).block_s.values())
+        return found | self.measure(offloaded) | {"blocks_ms": round(block_s * 1e3, 1)}
 
     def curve(self, offloaded: Offloaded, budgets: tuple[float, ...], resident_ms: float) -> list[dict[str, Any]]:
         whole, least = offloaded.plan.component("transformer").num_bytes, offloaded.plan.peak_bytes
@@ -238,18 +236,6 @@ class Ours:
             times = [self.bench.seconds(self.forward) * 1e3 for _ in range(10)]
             moved = offloaded.stats().sent_bytes - before
         return {"skip_ms": round(sorted(times)[5], 2), "skip_moved_bytes": moved}
-
-    def swap(self, offloaded: Offloaded) -> dict[str, Any]:
-        """The whole model in and out, as when it takes turns with an encoder."""
-        offloaded.replan(mode="auto", gpu_memory=1024 * GIB)
-        moving = offloaded._components["transformer"]
-        times: dict[str, list[float]] = {"in_s": [], "out_s": []}
-        for _ in range(3):
-            times["out_s"].append(self.bench.seconds(moving.unload))
-            times["in_s"].append(self.bench.seconds(moving.load))
-        best = {name: round(min(values[1:]), 4) for name, values in times.items()}
-        size = offloaded.plan.component("transformer").num_bytes
-        return best | {"in_gib_s": round(gib(size) / best["in_s"], 2)}
 
 
 def begin(bench: Bench, name: str, model: torch.nn.Module, passes: int) -> tuple[Ours, Offloaded, dict[str, Any]]:
@@ -303,7 +289,7 @@ def in_full(bench: Bench, name: str, model: torch.nn.Module, quick: bool) -> dic
     found |= subject.learn(offloaded)
     found["least_measured"] = subject.measure(offloaded)
     found["curve"] = subject.curve(offloaded, (QUICK if quick else BUDGETS)[name], resident_ms)
-    whole = offloaded.plan.component("transformer").num_bytes + offloaded.config.activations["transformer"]
+    whole = offloaded.plan.component("transformer").num_bytes + offloaded.history.needs["transformer"]
     # One byte less than everything needs: it stays, but for the layers that are computed ahead.
     found["ahead"] = subject.within(offloaded, whole - 1)
     found["ahead"]["slower"] = round(found["ahead"].get("ms", 0.0) / resident_ms - 1, 4)
@@ -313,7 +299,6 @@ def in_full(bench: Bench, name: str, model: torch.nn.Module, quick: bool) -> dic
     if not quick:
         found |= before(subject, offloaded, found)
         found["before"]["curve"] = subject.curve(offloaded, BUDGETS_BEFORE[name], resident_ms)
-        found["swap"] = subject.swap(offloaded)
         rows += found["before"]["curve"]
     found["same_bits"] = all(row.get("same_bits", True) for row in rows)
     offloaded.detach()

@@ -95,7 +95,7 @@ def build_pipeline(bench: Bench) -> EncodeAndDenoise:
     for module in (encoder, transformer):
         module = module.to(bench.dtype).to_empty(device="cpu").eval().requires_grad_(False)
         for tensor in {id(t): t for t in (*module.parameters(), *module.buffers())}.values():
-            gpu_models.use_huge_pages(tensor)
+            gpu_models._use_huge_pages(tensor)
             flat = tensor.view(-1)
             for start in range(0, flat.numel(), len(noise)):
                 flat[start : start + len(noise)].copy_(noise[: flat.numel() - start])
@@ -121,9 +121,9 @@ def pipeline(bench: Bench, steps: int = 28) -> dict[str, Any]:
     same = is_same(pipe(steps), expected)
     found["model"] = timed_run(bench, pipe, steps) | {"same_bits": same}
     found["model"]["planned_weights_gib"] = gib(taking_turns.plan.peak_bytes)
-    with taking_turns.measure() as measured:
+    with taking_turns.measure():
         pipe(2)
-    found["activations_gib"] = {name: gib(need) for name, need in measured.activations.items()}
+    found["activations_gib"] = {name: gib(need) for name, need in taking_turns.history.needs.items()}
     taking_turns.detach()
     found["slower"] = round(found["model"]["s"] / found["resident"]["s"] - 1, 4)
     return found

@@ -13,7 +13,7 @@ def choices(_: str) -> str:
     """What each kind takes of FLUX within some budgets, as the planner says."""
     from samovar.arch.quantised import KINDS
     from samovar.offload import OffloadConfig, format_bytes, read_parts
-    from samovar.offload.ladder import EXACT, Ladder
+    from samovar.offload.quantization_choice import EXACT, Ladder
     from samovar.trace.activations import read_activations
     from samovar.trace.dry_run import RequestSize
 

@@ -332,11 +332,6 @@ def offload_peers(_: str) -> str:
             f"{flux['skip']['skip_ms']:.1f} ms, {flux['skip']['skip_moved_bytes']} bytes moved",
             f"diffusers with FirstBlockCache: {peers['group_skip_ms']:.0f} ms",
         ],
-        [
-            "all weights in, and out again",
-            f"{flux['swap']['in_s']:.2f} s, {flux['swap']['out_s'] * 1000:.0f} ms",
-            f"accelerate: {peers['accelerate_in_s']:.1f} s, {peers['accelerate_out_s']:.0f} s",
-        ],
         ["set-up", f"{flux['setup_s']:.1f} s", f"diffusers: {peers['group_setup_s']:.0f} s"],
         [
             "host memory, times the weights",

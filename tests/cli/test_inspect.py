@@ -155,7 +155,7 @@ def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     plan = json.loads(capsys.readouterr().out)
     placements = {component["name"]: component["placement"] for component in plan["components"]}
     assert placements["transformer"] == "streams"
-    assert placements["vae"] == "resident"
+    assert placements["vae"] == "turns"
     assert plan["offloads_anything"] is True
     assert cli.main(["plan", "emoji", "--mode", "layerwise", "--json", "--exclude", "vae, text_encoder"]) == 0
     left = [component["name"] for component in json.loads(capsys.readouterr().out)["components"]]

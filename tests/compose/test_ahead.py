@@ -13,7 +13,7 @@ import torch
 from pipelines import PIPELINES
 from ranks import Ranks
 from samovar import OffloadConfig, SequenceParallelConfig, attach
-from samovar.offload import ahead
+from samovar.offload import time_layers
 from samovar.offload.stats import TimeStats
 from samovar.trace import time_only
 
@@ -44,8 +44,8 @@ FOUR: dict[str, Any] = {
 @contextlib.contextmanager
 def small_layers_count() -> Iterator[None]:
     with (
-        mock.patch.object(ahead, "LEAST_IN_BLOCKS", 64),
-        mock.patch.object(ahead, "LEAST_OUTSIDE", 64),
+        mock.patch.object(time_layers, "MIN_IN_BLOCKS", 64),
+        mock.patch.object(time_layers, "MIN_OUTSIDE", 64),
         mock.patch.object(time_only, "SMALL_OUTPUT", 64.0),
     ):
         yield

@@ -211,7 +211,7 @@ def test_a_failure_half_way_undoes_what_was_before(pipe: Any, monkeypatch: pytes
     def fail(*_: Any) -> None:
         raise MemoryError("none left")
 
-    monkeypatch.setattr(HostStage, "allocate", fail)
+    monkeypatch.setattr(HostStage, "register", fail)
     with pytest.raises(MemoryError, match="none left"):
         Attached(pipe, AttachConfig.of(**ALL, compile="eager"))
     monkeypatch.undo()

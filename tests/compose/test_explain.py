@@ -36,7 +36,7 @@ def place_of(explanation: Explanation, path: str) -> Place:
 
 def test_where_and_in_which_order(explained: Explanation) -> None:
     assert place_of(explained, "transformer").chain == (
-        "branches (outermost)", "teacache (cache)", "samovar_offload (offload)"
+        "branches (outermost)", "samovar_offload_entry (outermost)", "teacache (cache)", "samovar_offload (offload)"
     )  # fmt: skip
     blocks = place_of(explained, "transformer.transformer_blocks.*")
     assert blocks.chain == ("teacache (cache)", "samovar_offload (offload)", "compiled")

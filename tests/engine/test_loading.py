@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import json
 import os
@@ -259,11 +258,7 @@ def test_a_package_that_is_not_installed_or_a_compiler_that_cannot_trace_is_name
     if quantisers.QUANTISERS["gguf"].problem() == "":
         with pytest.raises(SettingError, match="compile=True cannot trace the weights of a GGUF file"):
             OmniDiffusionConfig("emoji", device="cpu", quantization=str(file), compile=True)
-
-    def missing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr(quantisers.importlib.util, "find_spec", lambda name: None)
     for name, package in (("int8", "torchao>="), ("int4", "sdnq>="), (str(file), "gguf>=")):
         with pytest.raises(SettingError, match=rf"needs \w+, which is not installed.*pip install '{package}"):
             Quantization.read(name, CPU)

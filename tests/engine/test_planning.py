@@ -105,7 +105,7 @@ def test_the_engine_takes_exact_weights_where_they_fit_and_else_climbs_down_and_
     assert "exact weights stay on the GPU" in said.why
     worker.close()
     offload = {"gpu_memory": "66KiB", "activations": 0, "exclude": "vae,text_encoder,text_encoder_2"}
-    with pytest.raises(SettingError, match="is not enough: at least 71"):
+    with pytest.raises(SettingError, match="is not enough: at least 72KiB"):
         make_plan(str(folder), OffloadConfig(**offload), TINY, loss="exact")  # type: ignore[arg-type]
     worker = worker_of(folder, offload=offload, loss="int8")
     said = worker.explain().features[0]

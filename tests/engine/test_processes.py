@@ -214,7 +214,7 @@ def test_a_process_whose_gpu_is_lost_says_why_and_ends(is_healthy: bool, monkeyp
         is_healthy=lambda: is_healthy,
         usage=lambda: Usage(0, 0),
     )
-    inbox: Any = SimpleNamespace(next=lambda: Run(1, Request("a cat")), forget=lambda number: None)
+    inbox: Any = SimpleNamespace(next=lambda: Run(1, Request("a cat")))
     ending = contextlib.nullcontext() if is_healthy else pytest.raises(Exited, match=str(EXIT_GPU_LOST))
     with ending:
         serve_next(worker, inbox, there, HERE)
@@ -233,9 +233,7 @@ def test_nothing_is_left_of_a_request_that_was_cancelled(folder: Path) -> None:
     def drop_one() -> None:
         glances = iter(range(100))
         inbox: Any = SimpleNamespace(
-            next=lambda: Run(1, worker.facts.check(ask())),
-            is_cancelled=lambda number: next(glances) > 0,
-            forget=lambda number: None,
+            next=lambda: Run(1, worker.facts.check(ask())), is_cancelled=lambda number: next(glances) > 0
         )
         serve_next(worker, inbox, there, HERE)
         assert isinstance(receive(here), Update)
@@ -256,7 +254,7 @@ def test_nothing_is_left_of_a_request_that_was_cancelled(folder: Path) -> None:
 HOLES = """
 import os
 import psutil
-from samovar.offload.host import trim_heap
+from samovar.offload.pinned import trim_heap
 
 resident = psutil.Process(os.getpid()).memory_info
 parts = [bytearray(20_000) for _ in range(5_000)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -11,16 +13,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samovar.core import nested
 from samovar.offload import HostStage
+from samovar.offload.device import Buffer
 
 
 class Card(HostStage):
     """A simulated device on which activations count too, while the card is entered."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, is_real: bool = False) -> None:
+        """`is_real`: whether what runs show of it is kept, as of a GPU."""
         super().__init__(lazy=True)
         self.capacity = capacity
+        self.is_real = is_real
         self.most = 0
         """The most that was ever taken."""
+        self._limit = self._peak = self._refusals = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._is_own = False
         self._mode = _Counting(self)
@@ -42,25 +48,26 @@ class Card(HostStage):
         return sum(num_bytes for _, num_bytes in self._live.values())
 
     def take(self, num_bytes: int) -> None:
-        taken = self.stats.held_bytes + self.activations + num_bytes
-        if taken > self.capacity:
-            raise torch.OutOfMemoryError(f"{taken} of {self.capacity} bytes")
-        self.most = max(self.most, taken)
+        taken, most = self.stats.held_bytes + self.activations + num_bytes, min(self.capacity, self._limit or 2**62)
+        if taken > most:
+            self._refusals += 1
+            raise torch.OutOfMemoryError(f"{taken} of {most} bytes")
+        self.most, self._peak = max(self.most, taken), max(self._peak, taken)
 
     def made(self, output: Any) -> None:
         """Count what an operation has made."""
         for tensor in [] if self._is_own else nested.tensors(output):
             storage = tensor.untyped_storage()
             if not self.is_here(tensor) and storage._cdata not in self._live and storage.nbytes():
+                self.take(storage.nbytes())
                 self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.take(0)
 
     def send(self, *args: Any) -> None:
         self._own(super().send, *args)
 
-    def _allocate(self, num_bytes: int) -> torch.Tensor:
+    def _allocate(self, num_bytes: int) -> Buffer:
         self.take(num_bytes)
-        made: torch.Tensor = self._own(super()._allocate, num_bytes)
+        made: Buffer = self._own(super()._allocate, num_bytes)
         return made
 
     def _own(self, call: Any, *args: Any) -> Any:
@@ -72,6 +79,21 @@ class Card(HostStage):
 
     def free_bytes(self) -> int | None:
         return self.capacity - self.stats.held_bytes - self.activations
+
+    def peak_bytes(self) -> int:
+        peak, self._peak = self._peak, self.stats.held_bytes + self.activations
+        return peak
+
+    def refusals(self) -> int:
+        return self._refusals
+
+    @contextlib.contextmanager
+    def within(self, budget_bytes: int) -> Iterator[None]:
+        before, self._limit = self._limit, budget_bytes
+        try:
+            yield
+        finally:
+            self._limit = before
 
 
 class _Counting(TorchDispatchMode):

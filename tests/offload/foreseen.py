@@ -9,14 +9,14 @@ import torch
 
 import zoo
 from samovar.offload import HostStage, OffloadConfig, Offloaded, apply_offload
-from samovar.offload import ahead as ahead_layers
+from samovar.offload import time_layers as ahead_layers
 from samovar.offload.stats import TimeStats
 from samovar.trace import time_only
 
 
 def count_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead_layers, "LEAST_IN_BLOCKS", 64)
-    monkeypatch.setattr(ahead_layers, "LEAST_OUTSIDE", 64)
+    monkeypatch.setattr(ahead_layers, "MIN_IN_BLOCKS", 64)
+    monkeypatch.setattr(ahead_layers, "MIN_OUTSIDE", 64)
     monkeypatch.setattr(time_only, "SMALL_OUTPUT", 64.0)
 
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from samovar.offload import HostStage, shared
 from samovar.offload.files import ModelFile
-from samovar.offload.host import HostMemory
-from samovar.offload.weight_groups import WeightGroup
+from samovar.offload.pinned import HostMemory
+from samovar.offload.weight_group import WeightGroup
 
 
 def answer(weights: list[torch.Tensor], group: WeightGroup, stage: HostStage) -> None:
@@ -51,7 +51,7 @@ def main() -> None:
     weights = list(load_file(file).values())
     stage = HostStage(lazy=True)
     host = HostMemory(stage, None)
-    host.shares = True
+    host.follow(0, shares=True)
     group = WeightGroup("weights", lambda: weights, stage, host)
     if "dies" in how:
         die_half_way()

@@ -14,8 +14,8 @@ from samovar import attach, detach
 from samovar.core.errors import ModelError, SettingError
 from samovar.core.tensor_parts import num_bytes_of, take_apart
 from samovar.hooks import HookRegistry
-from samovar.offload import HostStage, OffloadConfig, apply_offload, tiers
-from samovar.offload.weights import cast_for_calls, held_by
+from samovar.offload import HostStage, OffloadConfig, apply_offload, host_tiers
+from samovar.offload.layout import cast_for_calls, held_by
 
 from .holding import Onlooker, blocks_of
 from .quantised import KINDS, pipeline_with, plain_flux
@@ -167,7 +167,7 @@ def test_what_is_saved_in_between_is_the_model(kind: str) -> None:
 
 @briefly
 def test_weights_that_are_not_pinned(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "PINNABLE", 1e-9)
+    monkeypatch.setattr(host_tiers, "PINNABLE", 1e-9)
     pipe = build(kind)
     expected = draw(pipe)
     offloaded = apply_offload(pipe, OffloadConfig("layerwise", exclude="text_encoder_2"), stage=HostStage(lazy=True))
@@ -294,12 +294,12 @@ def test_a_change_in_a_call_is_kept() -> None:
 
 
 def test_casts_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from samovar.offload import weight_groups
+    from samovar.offload import weight_group
 
     pipe = build("layerwise-casting")
     expected = draw(pipe)
     assert cast_for_calls(pipe.transformer.transformer_blocks[0])
-    monkeypatch.setattr(weight_groups, "bits", None)  # Comparing would mean to wait for the device.
+    monkeypatch.setattr(weight_group, "bits", None)  # Comparing would mean to wait for the device.
     with attach(pipe, offload=LAYERWISE):
         assert torch.equal(draw(pipe), expected)
 
@@ -317,7 +317,7 @@ def test_what_two_components_share() -> None:
 
 
 def test_weights_that_were_packed_for_a_cpu_are_refused_on_a_gpu() -> None:
-    from samovar.offload.weights import check_movable
+    from samovar.offload.layout import check_movable
 
     model = KINDS["bitsandbytes-nf4"](plain_flux())
     check_movable("transformer", model, torch.device("cuda"))

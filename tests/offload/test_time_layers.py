@@ -3,21 +3,27 @@ changes it, and when. What cannot be foreseen is computed on the spot, or refuse
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import samovar
 import zoo
 from pipelines import PIPELINES
 from samovar.core.errors import ModelError, SettingError
-from samovar.hooks import HookRegistry, running
-from samovar.offload import ahead as ahead_layers
-from samovar.offload import time_layers
+from samovar.hooks import HookRegistry, ModelHook, Run, running
+from samovar.offload import HostStage, OffloadConfig, apply_offload, time_layers
+from samovar.offload.sizes import Component, find_components
+from samovar.offload.time_layers import KnownSteps, key_of, may_have_time_layers, with_layers_of
+from samovar.offload.timesteps import MAX_AHEAD, coming_inputs
+from samovar.trace.time_only import find_tape
 
 from .foreseen import Loop, ahead, count_small_layers, stats
 from .holding import CASES, Holder
@@ -26,6 +32,7 @@ from .test_never_lost import EDITS, same_state
 FLUX = PIPELINES["flux"]
 STEPS = 4
 MODES = ["model", "layerwise"]
+TIMES = torch.tensor([999.0, 749.5, 500.25, 250.125])
 
 
 @pytest.fixture(autouse=True)
@@ -331,6 +338,7 @@ def test_a_switch_back_to_an_adapter_finds_what_was_computed_with_it(monkeypatch
         time_layers, "find_tape", lambda *given, **named: searches.append(given) or search(*given, **named)
     )
     offloaded = ahead(pipe)
+    searches.clear()
     switches: list[Callable[[Any], None]] = [
         lambda pipe: pipe.transformer.disable_adapters(), lambda pipe: pipe.transformer.enable_adapters(),
     ]  # fmt: skip
@@ -345,18 +353,6 @@ def test_a_switch_back_to_an_adapter_finds_what_was_computed_with_it(monkeypatch
         one.transformer.unfuse_lora()
     assert torch.equal(FLUX.run(bare, STEPS), FLUX.run(pipe, STEPS))
     assert stats(offloaded).computed_steps == 3 * 2 * STEPS
-    offloaded.detach()
-
-
-def test_an_adapter_that_was_there_before() -> None:
-    bare, pipe = FLUX.build(0), FLUX.build(0)
-    for one in (bare, pipe):
-        adapt(one, "modulations")
-    offloaded = ahead(pipe)
-    assert torch.equal(FLUX.run(bare, STEPS), FLUX.run(pipe, STEPS))
-    told = stats(offloaded)
-    assert told.layers > 10
-    assert told.live_calls == 0
     offloaded.detach()
 
 
@@ -492,37 +488,26 @@ def set_late_secret(model: Toy, step: int) -> None:
 
 
 def test_what_shows_after_the_first_layer_only_is_an_error() -> None:
-    _, holder = toys()
-    offloaded = ahead(holder)
-    with pytest.raises(ModelError, match="precompute=False"), running(holder):
-        steps(holder.transformer, set_late_secret)
-    offloaded.replan(precompute=False)
-    with running(holder):
-        assert all(map(torch.equal, steps(holder.transformer, set_late_secret), steps(Toy(), set_late_secret)))
-    offloaded.detach()
+    """Also in the last forward of a run, and if the next forward has another form."""
 
-
-def test_also_in_the_last_forward_of_a_run() -> None:
-    def change(model: Toy, step: int) -> None:
+    def at_last(model: Toy, step: int) -> None:
         model.late_secret = 0.5 if step == 3 else None
 
     _, holder = toys()
     offloaded = ahead(holder)
-    with pytest.raises(ModelError, match="transformer"), running(holder):
-        steps(holder.transformer, change)
-    offloaded.detach()
-
-
-def test_also_if_the_next_forward_has_another_form() -> None:
-    _, holder = toys()
-    offloaded = ahead(holder)
+    for change in (set_late_secret, at_last):
+        with pytest.raises(ModelError, match=r"transformer.*precompute=False"), running(holder):
+            steps(holder.transformer, change)
+    holder.transformer.late_secret = None
     with pytest.raises(ModelError), running(holder), torch.no_grad():  # noqa: PT012
         model = holder.transformer
-        model.late_secret = None
         model(torch.ones(2, 5, 64), torch.ones(2))
         model.late_secret = 0.5
         model(torch.ones(2, 5, 64), torch.ones(2))
         model(torch.ones(3, 5, 64), torch.ones(3))
+    offloaded.replan(precompute=False)
+    with running(holder):
+        assert all(map(torch.equal, steps(holder.transformer, set_late_secret), steps(Toy(), set_late_secret)))
     offloaded.detach()
 
 
@@ -590,8 +575,6 @@ def test_hooks_on_a_layer_are_called(kind: str, monkeypatch: pytest.MonkeyPatch)
         elif kind == "replaced":
             mod.forward = lambda x, mod=mod: torch.nn.functional.linear(x, mod.weight)
         elif kind == "samovar":
-            from samovar.hooks import ModelHook
-
             hook = ModelHook()
             hook.post_forward = lambda module, output: output + 1  # type: ignore[method-assign]
             HookRegistry.get_or_create(mod).register_hook("theirs", hook)
@@ -609,6 +592,192 @@ def test_hooks_on_a_layer_are_called(kind: str, monkeypatch: pytest.MonkeyPatch)
     for handle in handles:
         handle.remove()
     offloaded.detach()
+
+
+# ------------------------------------------------------------------------------------------------ which layers
+
+MODS = [f"blocks.{index}.mod" for index in range(3)]
+
+
+def found(model: torch.nn.Module, **changes: Any) -> tuple[list[str], str]:
+    (component,) = find_components(Holder(transformer=model))
+    given = {"hidden_states": torch.ones(2, 5, 64), "timestep": torch.ones(2)}
+    component, why = with_layers_of(replace(component, **changes), (), given)
+    assert not component.reads_text
+    return list(component.time_layers), why
+
+
+@pytest.mark.parametrize("kind", ["compiled", "wrapped", "hooked", "ours", "shared"])
+def test_what_stays_what_it_is(kind: str) -> None:
+    model = Toy()
+    block = model.blocks[1]
+    assert found(Toy()) == (["embedder", *MODS], "")
+    if kind == "compiled":
+        block.compile(backend="eager")
+    elif kind == "wrapped":
+        model.blocks[1] = torch.compile(block, backend="eager")
+    elif kind == "hooked":
+        block.mod.register_forward_hook(lambda *_: None)
+    elif kind == "ours":
+        HookRegistry.get_or_create(block.mod).register_hook("another", ModelHook())
+    skip = {"skip": frozenset({id(block.mod.weight)})} if kind == "shared" else {}
+    reason = {"wrapped": "1 compiled", "hooked": "1 hooked by others", "ours": "1 hooked by others"}
+    assert found(model, **skip) == (["embedder", MODS[0], MODS[2]], reason.get(kind, f"1 {kind}"))
+
+
+def test_small_layers_are_not_worth_it_and_what_cannot_be_rehearsed_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reads(Toy):
+        def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states * float(self.embedder.weight.sum()), timestep)
+
+    layers, why = found(Reads())
+    assert (layers, "unknown" in why, "item" in why) == ([], True, True)
+    assert found(torch.compile(Toy(), backend="eager")) == ([], "4 compiled")  # type: ignore[arg-type]
+    monkeypatch.setattr(time_layers, "MIN_OUTSIDE", 2**20)
+    assert found(Toy()) == (MODS, "1 small")
+    monkeypatch.setattr(time_layers, "MIN_IN_BLOCKS", 2**20)
+    assert found(Toy()) == ([], "")
+    assert not may_have_time_layers(Component("transformer", "denoiser", Toy(), {}, frozenset()))
+
+
+def test_layers_that_read_the_text_are_computed_for_every_prompt() -> None:
+    reads = {}
+    for name in ("flux", "qwen-image"):
+        offloaded = ahead(PIPELINES[name].build(0))
+        reads[name] = offloaded._components["transformer"].whole.reads_text
+        offloaded.detach()
+    assert reads == {"flux": True, "qwen-image": False}
+
+
+# ------------------------------------------------------------------------------------------------ what is known
+
+
+def at(time: float) -> torch.Tensor:
+    return torch.full((2,), time)
+
+
+def known_of(model: Toy) -> tuple[KnownSteps, Callable[[list[float]], torch.Tensor]]:
+    tape = find_tape(model, (), {"hidden_states": torch.ones(2, 5, 64), "timestep": at(500.0)}, 64).tape
+    assert tape is not None
+    parts = dict(model.named_modules())
+    known = KnownSteps(tape, [id(parts[path]) for path in tape.layers])
+
+    @contextlib.contextmanager
+    def fetch(path: str) -> Iterator[torch.nn.Module]:
+        yield parts[path]
+
+    @torch.no_grad()
+    def compute(times: list[float]) -> torch.Tensor:
+        return known.compute(model, [[at(time)] for time in times], fetch, HostStage())
+
+    return known, compute
+
+
+def test_each_step_has_the_outputs_of_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Toy()
+    known, compute = known_of(model)
+
+    def find(time: float) -> torch.Tensor | None:
+        return known.find(key_of([at(time)]))
+
+    assert find(3.0) is None
+    row = compute([1.0, 2.0, 3.0])
+    compute([4.0])
+    last = known.tape.layers.index("blocks.2.mod")
+    for time in (1.0, 2.0, 3.0, 4.0):
+        row = find(time)
+        assert row is not None
+        with torch.no_grad():
+            temb = model.embedder((at(time)[:, None] * torch.arange(1, 9)).sin())
+            assert torch.equal(known.inputs[last][0].view(row), temb)
+            assert torch.equal(known.outputs[last].view(row), model.blocks[2].mod(temb))
+    kinds = dict(zip(known.tape.layers, known.kinds, strict=True))
+    assert kinds["blocks.0.mod"] == kinds["blocks.2.mod"] != kinds["embedder"], "those are given the same"
+    assert known.is_guessing
+    assert find(5.0) is find(-0.0) is None
+    assert not known.is_guessing, "guesses that fail in a row are given up"
+    assert find(1.0) is not None
+    assert known.is_guessing, "until one holds"
+    monkeypatch.setattr(time_layers, "_MAX_KEPT", 3 * row.numel())
+    compute([6.0])
+    assert [find(time) is None for time in (1.0, 2.0, 3.0, 4.0, 6.0)] == [False, True, True, False, False]
+    compute([7.0, 8.0, 9.0, 10.0])
+    assert find(10.0) is not None, "a run that is longer is kept nevertheless"
+
+
+# ------------------------------------------------------------------------------------------------ what will come
+
+
+def pipeline_of(timesteps: Any, sigmas: Any = None) -> Any:
+    holder = Holder()
+    holder.scheduler = Holder()  # type: ignore[attr-defined]
+    vars(holder.scheduler).update(timesteps=timesteps, sigmas=sigmas)  # type: ignore[attr-defined]
+    return holder
+
+
+FORMS = {
+    "as they are": lambda t: t,
+    "thousandths": lambda t: t / 1000,
+    "reversed": lambda t: 1 - t / 1000,
+    "reversed thousandths": lambda t: (1000 - t) / 1000,
+    "bfloat16, then thousandths": lambda t: t.to(torch.bfloat16) / 1000,
+    "thousandths, then bfloat16": lambda t: (t / 1000).to(torch.bfloat16),
+    "double": lambda t: t.double() / 1000,
+    "long": lambda t: t.long(),
+}
+
+
+def foresee(pipeline: Any, *given: torch.Tensor) -> list[list[torch.Tensor]]:
+    return coming_inputs(Run(pipeline, "request"), given)
+
+
+def holds(steps: list[list[torch.Tensor]], *expected: torch.Tensor) -> bool:
+    """Whether one of the steps is this one, bit for bit, as it lies in memory."""
+    return any(
+        all(
+            torch.equal(one, two) and one.dtype == two.dtype and (one.numel() == 1 or one.stride() == two.stride())
+            for one, two in zip(step, expected, strict=True)
+        )
+        for step in steps
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_the_timesteps_is_foreseen_to_the_bit(form: str) -> None:
+    pipeline, given = pipeline_of(TIMES), [FORMS[form](t).expand(2) for t in TIMES]
+    for now in range(4):
+        steps = foresee(pipeline, given[now])
+        assert all(holds(steps, later) for later in given[now + 1 :])
+
+
+def test_what_does_not_follow_the_scheduler_stays_and_two_times_go_along() -> None:
+    pooled, guidance, sigmas = torch.randn(1, 8), torch.tensor([3.5]), torch.tensor([0.9, 0.6, 0.3, 0.1, 0.0])
+    steps = foresee(pipeline_of(TIMES), TIMES[:1] / 1000, pooled, guidance)
+    assert all(holds(steps, (later / 1000).expand(1).clone(), pooled, guidance) for later in TIMES[1:])
+    pipeline = pipeline_of(TIMES, sigmas)
+    steps = foresee(pipeline, TIMES[:1], sigmas[:1])
+    assert all(holds(steps, TIMES[step : step + 1], sigmas[step : step + 1]) for step in range(1, 4))
+    times, one = torch.tensor([1.0, 0.75, 0.5]), torch.ones(1)
+    steps = foresee(pipeline_of(times), times[:1], one)
+    assert all(holds(steps, later.reshape(1), one) for later in times[1:]), "guidance with the value of the first time"
+
+
+def test_repeated_times_are_computed_once_and_no_more_than_a_limit() -> None:
+    heun = torch.tensor([900.0, 700.0, 700.0, 500.0, 500.0, 300.0])
+    assert len(foresee(pipeline_of(heun), heun[:1])) == 3
+    many = torch.arange(1000, 0, -1).float()
+    assert len(foresee(pipeline_of(many), many[:1])) == MAX_AHEAD
+
+
+def test_schedulers_and_tensors_that_say_nothing() -> None:
+    for times in (None, [999, 500], TIMES.to("meta"), torch.zeros(2, 2), torch.zeros(0)):
+        assert foresee(pipeline_of(times), TIMES[:1]) == []
+    assert foresee(pipeline_of(TIMES), TIMES[-1:]) == [], "nothing comes after the last step"
+    assert foresee(Holder(), TIMES[:1]) == coming_inputs(None, [TIMES[:1]]) == []
+    odd = [torch.zeros(0), torch.ones(2, dtype=torch.bool), TIMES[:1].to("meta"), torch.tensor([float("nan")])]
+    assert all(foresee(pipeline_of(TIMES), tensor) == [] for tensor in odd)
+    gone = Run(pipeline_of(TIMES), "request")
+    assert coming_inputs(gone, [TIMES[:1]]) == []
 
 
 # ------------------------------------------------------------------------------------------------ how it is called
@@ -650,7 +819,7 @@ def test_a_call_with_gradients_is_refused(where: str) -> None:
     with running(holder):
         steps(holder.transformer)
     with pytest.raises(SettingError, match="gradients"):
-        holder.transformer(torch.ones(2, 5, 64), torch.ones(2))
+        holder.transformer(torch.ones(2, 5, 64, requires_grad=True), torch.ones(2))
     with running(holder):
         assert all(map(torch.equal, steps(holder.transformer), steps(Toy())))
     offloaded.detach()
@@ -679,9 +848,6 @@ def test_compiled_blocks_stay_what_they_are() -> None:
 
 
 def test_blocks_that_we_compile() -> None:
-    import samovar
-    from samovar.offload import OffloadConfig
-
     bare, pipe = FLUX.build(0), FLUX.build(0)
     offload = OffloadConfig("layerwise", device="cpu", precompute=True)
     with samovar.attach(pipe, offload=offload, compile="eager") as attached:
@@ -691,16 +857,6 @@ def test_blocks_that_we_compile() -> None:
         assert layers
         assert not any("transformer_blocks" in path for path in layers)
         assert "compiled" in str(attached.explain())
-
-
-def test_blocks_that_are_compiled_later() -> None:
-    bare, pipe = FLUX.build(0), FLUX.build(0)
-    offloaded = ahead(pipe)
-    assert torch.equal(FLUX.run(pipe, 2), FLUX.run(bare, 2))
-    for block in pipe.transformer.transformer_blocks:
-        block.compile(backend="eager")
-    assert torch.equal(FLUX.run(pipe, 2), FLUX.run(bare, 2))
-    offloaded.detach()
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -854,9 +1010,6 @@ def test_replanned() -> None:
 
 
 def test_stats_and_explain_tell_of_it() -> None:
-    import samovar
-    from samovar.offload import OffloadConfig
-
     pipe = FLUX.build(0)
     attached = samovar.attach(pipe, offload=OffloadConfig("layerwise", device="cpu", precompute=True))
     FLUX.run(pipe, STEPS)
@@ -871,29 +1024,11 @@ def test_stats_and_explain_tell_of_it() -> None:
     samovar.detach(pipe)
 
 
-def test_explain_says_why_a_layer_does_not_qualify(monkeypatch: pytest.MonkeyPatch) -> None:
-    import samovar
-    from samovar.offload import OffloadConfig
-
-    monkeypatch.setattr(ahead_layers, "LEAST_OUTSIDE", 2**26)
-    pipe = FLUX.build(0)
-    for block in pipe.transformer.transformer_blocks:
-        block.compile(backend="eager")
-    attached = samovar.attach(pipe, offload=OffloadConfig("layerwise", device="cpu", precompute=True))
-    FLUX.run(pipe, 2)
-    text = str(attached.explain())
-    assert "4 compiled" in text
-    assert "small" in text
-    samovar.detach(pipe)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("home", ["cpu", "cuda"])
 @pytest.mark.parametrize("mode", MODES)
 def test_on_a_gpu(mode: str, home: str) -> None:
     """Copies overlap, outputs leave the device without a wait, and in the end all weights are where they were."""
-    from samovar.offload import OffloadConfig, apply_offload
-
     bare, pipe = FLUX.build(0).to("cuda"), FLUX.build(0).to(home)
     expected = [FLUX.run(bare, STEPS, seed=seed).cpu() for seed in range(3)]
     offloaded = apply_offload(pipe, OffloadConfig(mode, precompute=True, activations=0))  # type: ignore[arg-type]

@@ -18,8 +18,8 @@ import torch
 
 from samovar.arch.modules import named_parts, tensor_bytes, unwrapped
 from samovar.core.errors import ModelError
-from samovar.offload.ahead import choose_layers
 from samovar.offload.sizes import read_parts, split_parts
+from samovar.offload.time_layers import choose_layers
 from samovar.trace.time_only import Tape, find_tape
 
 from . import Case, load

@@ -1,6 +1,7 @@
 """Computed forwards are replayed as CUDA graphs, with the bits of the model."""
 
+from .apply import GraphsHook, apply_graphs
 from .config import GraphsConfig
-from .replayer import GraphsHook, ReplayStats, apply_graphs
+from .replayer import ReplayStats
 
 __all__ = ["GraphsConfig", "GraphsHook", "ReplayStats", "apply_graphs"]

@@ -1,23 +1,21 @@
-"""Where do the weights live? On the device, taking turns, or streaming block by block, within a budget."""
+"""Weights on the device, taking turns, or streaming block by block, within a budget."""
 
 from ..core.settings import parse_bytes
-from .apply import Offloaded, apply_offload, prepare_offload
 from .config import OffloadConfig
-from .measure import Measured
+from .device import Stage
+from .host_device import HostStage
+from .host_tiers import TierPlan, WeightUse, plan_tiers, uses_of
+from .offload import Offloaded, apply_offload, prepare_offload
 from .planner import ComponentPlan, OffloadPlan, plan_offload
-from .simulated import HostStage
 from .sizes import BlockSize, ComponentSize, format_bytes, read_parts, read_sizes
-from .staging import Stage
 from .stats import OffloadStats
 from .streaming import Timing
-from .tiers import TierPlan, WeightUse, plan_tiers, uses_of
 
 __all__ = [
     "BlockSize",
     "ComponentPlan",
     "ComponentSize",
     "HostStage",
-    "Measured",
     "OffloadConfig",
     "OffloadPlan",
     "OffloadStats",

@@ -81,6 +81,12 @@ class OffloadConfig(Settings, param="offload"):
     width: int | None = setting(None, count(1), "Likewise.")
     frames: int | None = setting(None, count(1), "Likewise, for videos.")
     batch: int | None = setting(None, count(1), "Likewise, images or videos per request.")
+    steps: int | None = setting(
+        None,
+        count(1),
+        "Steps of a run, for which it is decided whether layers are computed ahead. By default those of the last call, "
+        "or the pipeline's.",
+    )
     host_memory: Size | None = setting(
         None,
         SIZE,
@@ -109,6 +115,13 @@ class OffloadConfig(Settings, param="offload"):
         None,
         _FOLDER,
         "A folder that keeps coded weights, so that they need not be coded again by the next process.",
+    )
+    figures: str | Path | None = setting(
+        None,
+        Kind("a folder, or 'none'", lambda value: value if value == "none" else FOLDER.read(value), metavar="FOLDER"),
+        "A folder that keeps what runs have shown: memory that components need, times, the order of calls. The next "
+        "process plans with it. By default ~/.cache/samovar/offload for GPUs, or where XDG_CACHE_HOME says; 'none' "
+        "keeps nothing.",
     )
     precompute: bool | None = setting(
         None,

@@ -1,11 +1,11 @@
-"""How does a GPU take weights in? On a separate stream, from host memory that is pinned where it is."""
+"""A GPU that takes weights in on streams of their own, from host memory that is pinned where it is."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,17 @@ import torch
 from ..arch.devices import read_device
 from ..core.errors import SettingError
 from .coding import Coded, decode_into, encode, fast_decoder
-from .host import new_chunk
+from .device import Buffer, Passage, Stage
+from .pinned import new_chunk
 from .ring import Mark
-from .staging import Passage, Stage
 
 _cuda: Any = torch.cuda  # Parts of it are untyped.
+_cudnn: Any = torch.backends.cudnn
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context, whichever thread or GPU asked."""
 _PROBE_BYTES, _PROBES = 2**26, 8
+_MAX_CODERS, _CODER_BYTES = 4, 2**29
+"""Threads that compress weights, and device memory that one takes at most."""
 
 
 def _current(stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
@@ -46,6 +49,8 @@ class CudaStage(Stage):
     copy stream, `record_stream` is not needed, and the two streams wait for each other through events alone.
     """
 
+    is_real = True
+
     def __init__(self, device: torch.device) -> None:
         device = read_device(device)
         super().__init__(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
@@ -58,23 +63,27 @@ class CudaStage(Stage):
         self._runtime = _cuda.cudart()
         self._last_computing = self._computing()
         """The stream of the last call."""
-        self._streams: dict[int, torch.cuda.Stream] = {}
-        """The stream on which each buffer was allocated."""
+        self._others = 0
+        """Bytes that others have here."""
+        self._bus_bytes_s = 0.0
 
     def _computing(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device.index)  # A number is looked up quickest.
 
-    def _allocate(self, num_bytes: int) -> torch.Tensor:
-        flat = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        self._streams[flat.data_ptr()] = self._computing()
-        return flat
+    def _allocate(self, num_bytes: int) -> Buffer:
+        return Buffer(torch.empty(num_bytes, dtype=torch.uint8, device=self.device), self._computing())
 
-    def _free(self, flat: torch.Tensor) -> None:
+    def _free(self, memory: Buffer) -> None:
         # The allocator reuses this memory for work on the stream that allocated it. If another stream computes now,
         # the allocator must know.
         computing = self._computing()
-        if self._streams.pop(flat.data_ptr(), computing) != computing:  # Empty buffers share an address.
-            flat.record_stream(computing)
+        if memory.stream != computing:
+            memory.flat.record_stream(computing)
+
+    def is_here(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self.device
+
+    # ------------------------------------------------------------------------------------------------ copies
 
     def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if self._arriving is not self._copying:
@@ -99,6 +108,10 @@ class CudaStage(Stage):
         except torch.OutOfMemoryError:
             return encode(words)
 
+    def num_coders(self) -> int:
+        free = self.free_bytes()
+        return _MAX_CODERS if free is None else max(1, min(_MAX_CODERS, free // _CODER_BYTES))
+
     def _open_area(self) -> None:
         self._decoding.wait_stream(self._copying)
         self._arriving = self._decoding
@@ -112,8 +125,8 @@ class CudaStage(Stage):
 
     def _send_through(self, group: Sequence[Passage]) -> None:
         with _current(self._copying):
-            for _, room, source, _ in group:
-                room.copy_(source, non_blocking=True)
+            for passage in group:
+                passage.room.copy_(passage.source, non_blocking=True)
         self._follow(self._decoding, self._copying)
         with _current(self._decoding):
             for target, room, _, form in group:
@@ -137,12 +150,10 @@ class CudaStage(Stage):
     def host_waits(self, mark: Mark) -> None:
         mark.synchronize()
 
-    def expand_segments(self) -> None:
-        expand_segments()
-
-    def release_unused(self) -> None:
-        torch.cuda.synchronize(self.device)  # What other streams have freed is held until they are done with it.
-        torch.cuda.empty_cache()
+    def synchronize(self) -> None:
+        self.flush()
+        self._copying.synchronize()
+        self._decoding.synchronize()
 
     def begin_call(self) -> None:
         computing = self._computing()
@@ -150,8 +161,16 @@ class CudaStage(Stage):
             computing.wait_stream(self._last_computing)
             self._last_computing = computing
 
-    def is_here(self, tensor: torch.Tensor) -> bool:
-        return tensor.device == self.device
+    def check_call(self) -> None:
+        super().check_call()
+        if torch.cuda.is_current_stream_capturing():
+            raise SettingError(
+                "A streamed block was called during the capture of a CUDA graph, but its weights have another address "
+                'at each call. Compile without CUDA graphs (mode="default"), or take the offload off: '
+                "samovar.detach(pipe)."
+            )
+
+    # ------------------------------------------------------------------------------------------------ pinning
 
     def register(self, address: int, num_bytes: int) -> str | None:
         with torch.cuda.device(self.device):  # Called from several threads, each with its own current device.
@@ -171,37 +190,27 @@ class CudaStage(Stage):
             torch.zeros(1, device=self.device)  # CUDA keeps the last error, and torch's next kernel would raise it.
         return str(self._runtime.cudaGetErrorString(self._runtime.cudaError(int(code))))
 
-    def synchronize(self) -> None:
-        self._send_group()
-        self._copying.synchronize()
-        self._decoding.synchronize()
-
-    def check_call(self) -> None:
-        super().check_call()
-        if torch.cuda.is_current_stream_capturing():
-            raise SettingError(
-                "A streamed block was called during the capture of a CUDA graph, but its weights have another address "
-                'at each call. Compile without CUDA graphs (mode="default"), or take the offload off: '
-                "samovar.detach(pipe)."
-            )
+    # ------------------------------------------------------------------------------------------------ time and memory
 
     def measure_bus(self) -> float:
-        with torch.inference_mode(False):
-            source = new_chunk(_PROBE_BYTES).fill_(1)
-            target = torch.empty_like(source, device=self.device)
-        problem = self.register(source.data_ptr(), _PROBE_BYTES)
-        start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
-        self._copying.wait_stream(self._computing())
-        with torch.cuda.stream(self._copying):
-            target.copy_(source, non_blocking=True)
-            start.record()
-            for _ in range(_PROBES):
+        if not self._bus_bytes_s:
+            with torch.inference_mode(False):
+                source = new_chunk(_PROBE_BYTES).fill_(1)
+                target = torch.empty_like(source, device=self.device)
+            problem = self.register(source.data_ptr(), _PROBE_BYTES)
+            start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
+            self._copying.wait_stream(self._computing())
+            with torch.cuda.stream(self._copying):
                 target.copy_(source, non_blocking=True)
-            end.record()
-        end.synchronize()
-        if problem is None:
-            self.unregister(source.data_ptr())
-        return _PROBES * _PROBE_BYTES / self.seconds_between(start, end)
+                start.record()
+                for _ in range(_PROBES):
+                    target.copy_(source, non_blocking=True)
+                end.record()
+            end.synchronize()
+            if problem is None:
+                self.unregister(source.data_ptr())
+            self._bus_bytes_s = _PROBES * _PROBE_BYTES / self.seconds_between(start, end)
+        return self._bus_bytes_s
 
     def mark_time(self) -> torch.cuda.Event:
         event: torch.cuda.Event = _cuda.Event(enable_timing=True)
@@ -212,11 +221,45 @@ class CudaStage(Stage):
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
+    @property
+    def name(self) -> str:
+        return f"{torch.cuda.get_device_name(self.device)}, torch {torch.__version__}, cuDNN {_cudnn.version()}"
+
     def peak_bytes(self) -> int:
+        self.count_peak()
         peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
 
+    def count_peak(self) -> None:
+        peak = torch.cuda.max_memory_reserved(self.device)
+        self.stats.peak_reserved_bytes = max(self.stats.peak_reserved_bytes, peak)
+
     def free_bytes(self) -> int | None:
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        held = torch.cuda.memory_allocated(self.device)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(self.device) * total) - held
+        return min(free + torch.cuda.memory_reserved(self.device) - held, allowed)
+
+    def refusals(self) -> int:
+        return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
+
+    def note_others(self) -> None:
+        self._others = max(torch.cuda.memory_allocated(self.device) - self.stats.held_bytes, 0)
+
+    @contextlib.contextmanager
+    def within(self, budget_bytes: int) -> Iterator[None]:
+        before = torch.cuda.get_per_process_memory_fraction(self.device)
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(before, (budget_bytes + self._others) / total), self.device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(before, self.device)
+
+    def expand_segments(self) -> None:
+        expand_segments()
+
+    def release_unused(self) -> None:
+        torch.cuda.synchronize(self.device)  # What other streams have freed is held until they are done with it.
+        torch.cuda.empty_cache()

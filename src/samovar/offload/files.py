@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from ..core.errors import ModelError
-from .weights import Span, flat_bytes
+from .layout import Span, flat_bytes
 
 SLICE = 2**23
 """Bytes that one thread reads at a time."""
@@ -114,6 +114,11 @@ class Unpinned(NamedTuple):
     num_bytes: int
     parts: tuple[tuple[int, Source], ...]
     """Where in the piece each begins."""
+
+    @property
+    def files(self) -> list[ModelFile]:
+        """Those that it is read from."""
+        return [source.file for _, source in self.parts if source.file is not None]
 
     def read(self, start: int, target: torch.Tensor, threads: ThreadPoolExecutor) -> None:
         """Copy bytes from `start` on to other memory."""

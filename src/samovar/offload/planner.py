@@ -1,38 +1,46 @@
-"""Phases of a run, each within the whole budget: what stays on the device, what leaves in between, what streams.
+"""Plans of a run within a budget: what stays on the device, what leaves between the phases, what streams.
 
-Nothing is moved and no device is used: sizes, memory, bus speed and compute times go in, a plan with its expected peaks
-and times comes out.
+Nothing is moved and no device is used: sizes, memory, bus speed, compute times and steps go in, a plan with its
+expected peaks and times comes out.
 
 Encoding, denoising and decoding come one after the other, so each has the whole budget. What is loaded for one phase
-leaves in the next as far as that one needs room, and no further.
+leaves in the next as far as that one needs room, and no further. Denoisers choose first, since their bytes cross the
+bus in every step. An encoder, whose blocks are called once in a run, may stream them through a little room even where
+it would fit as a whole: then nothing has to leave for it and come back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from ..core.errors import ModelError, SettingError
 from ..core.files import check_names
 from ..core.settings import parse_bytes
 from ..trace.activations import Activations
 from .config import OffloadConfig
-from .sizes import ComponentSize, format_bytes
-from .streaming import Streaming, Timing, choose_streaming, least_bytes
+from .history import History
+from .sizes import ComponentSize, format_bytes, format_least
+from .streaming import Streaming, Timing, area_bytes, best_streaming, least_bytes, with_times
 
 Placement = Literal["resident", "turns", "streams"]
-PHASES = {"encoder": "encode", "denoiser": "denoise", "vae": "decode"}
+PHASES = {"encoder": "encode", "companion": "denoise", "denoiser": "denoise", "vae": "decode"}
 """By role, in the order of a run. Anything else is used all the time."""
+ASSUMED_COPY = 10e9
+"""Bytes per second of copies on the host."""
 
-_WORTH_CODING = 0.97
-"""Weights are compressed if that takes a forward below this share of its time: it takes seconds to set up."""
-_BUSY_BUS, _BUSY_BUS_LATE = 0.95, 0.5
-"""Or if the bus were busy for more than this share of it; the second where the host has no time to spare, so that
-copies begin late."""
+_CHOOSING = ("companion", "denoiser", "vae", "encoder")
+"""Roles in the order in which room is given to them."""
+_ASSUMED_STEPS = 28
+"""Where nobody says how many steps a run has."""
 _WORKSPACE = 1.0
-"""What the convolutions of a VAE take beside its activations if they may choose freely, as a share of these: cuDNN took
-1.7 GiB beside 1.9 GiB for FLUX.1 at 1024 px."""
+"""What the convolutions of a VAE are assumed to take beside its activations if they may choose freely, as a share of
+these, until a run has shown it."""
+_OTHER_KERNELS = "the VAE decodes with other kernels, so images may differ from those of an empty card by rounding"
+_RUNS_OF_A_SCHEDULE = 8
+"""Runs for which outputs that depend on the time alone are assumed to be used."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class ComponentPlan:
     """"resident": always on the device. "turns": on the device as a whole while in use. "streams": block by block."""
     num_bytes: int
     device_bytes: int
-    """Device memory it takes while loaded, including its ring."""
+    """Device memory it takes while it is called, including its ring."""
     activation_bytes: int
     """What it needs beside its weights while it is called; 0 if that is unknown."""
     num_blocks: int
@@ -55,6 +63,8 @@ class ComponentPlan:
     streamed_bytes: int
     """Bytes that cross the bus in one forward."""
     ring_bytes: int
+    kept_bytes: int
+    """Bytes that may stay while others are called."""
     forward_s: float | None
     """Expected seconds of one forward."""
     resident_s: float | None
@@ -65,12 +75,10 @@ class ComponentPlan:
     """Whether what streams crosses the bus compressed, without loss."""
     graph_bytes: int = 0
     """Memory of its graphs, where its forwards are recorded; always taken."""
-    in_groups: bool = False
-    """Whether compressed weights are sent several at a time, because the host has no time to spare."""
-    is_measured: bool = True
+    is_known: bool = True
     """Whether it is known what it needs beside its weights; if not, the first run shows it."""
     beside_bytes: int = 0
-    """Device memory that others which are not resident may keep while it is called."""
+    """Device memory that others may keep while it is called."""
     peak_bytes: int = 0
     """Expected peak of device memory while it is called."""
     note: str = ""
@@ -115,6 +123,12 @@ class OffloadPlan:
     notes: tuple[str, ...]
     skipped: float
     """The expected share of denoiser forwards that a cache skips."""
+    steps: int = _ASSUMED_STEPS
+    """For which it was made."""
+    moved_bytes: int = 0
+    """Bytes that cross the bus in a run beside those of the denoisers' forwards."""
+    ahead_from: float = 0
+    """The number of steps from which layers are computed ahead that depend on time alone."""
 
     @property
     def offloads_anything(self) -> bool:
@@ -122,20 +136,24 @@ class OffloadPlan:
 
     @property
     def take_turns(self) -> bool:
-        """Whether components that are not resident may be in one another's way."""
-        return sum(component.placement != "resident" for component in self.components) > 1
+        """Whether components make room for others."""
+        return len([component for component in self.components if component.placement != "resident"]) > 1
+
+    @property
+    def computes_ahead(self) -> bool:
+        return any(component.ahead_bytes for component in self.components)
 
     @property
     def other_kernels(self) -> bool:
-        """Whether a VAE has less room than it takes on an empty card."""
+        """Whether images may differ from those of an empty card, by rounding."""
         return any(component.note for component in self.components)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The phases of a run, each with its peak."""
         found = []
-        for role, name in PHASES.items():
-            parts = [component for component in self.components if component.role == role]
+        for name in dict.fromkeys(PHASES.values()):
+            parts = [component for component in self.components if PHASES.get(component.role) == name]
             if parts:
                 notes = dict.fromkeys(part.note for part in parts if part.note)
                 peak = max(part.peak_bytes for part in parts)
@@ -159,6 +177,7 @@ class OffloadPlan:
         plain = asdict(self)
         for component in plain["components"]:
             component["streamed"] = sorted(component["streamed"])
+        plain["ahead_from"] = None if math.isinf(self.ahead_from) else self.ahead_from
         derived = ("take_turns", "slow_down", "offloads_anything")
         phases = [asdict(phase) for phase in self.phases]
         return plain | {name: getattr(self, name) for name in derived} | {"phases": phases}
@@ -175,25 +194,36 @@ class OffloadPlan:
         parts = [f"Expected peak: {format_bytes(self.peak_bytes)}{budget}"]
         if not self.offloads_anything:
             parts.append("everything fits, nothing is offloaded")
-        streamed = sum(component.streamed_bytes for component in self.components if component.role == "denoiser")
+        streamed, bus = self._streamed_bytes, format_bytes(self.bus_bytes_s)
         if streamed:
-            seconds, bus = streamed / self.bus_bytes_s, format_bytes(self.bus_bytes_s)
+            seconds = streamed / self.bus_bytes_s
             parts.append(f"{format_bytes(streamed)} cross the bus in a forward: {seconds:.3f} s at {bus}/s")
         if self.slow_down is not None:
             parts.append(f"a forward takes {self.slow_down:.2f} times as long as with everything on the device")
         if streamed and self.skipped:
             average = format_bytes(round(streamed * (1 - self.skipped)))
             parts.append(f"{self.skipped:.0%} of the forwards are skipped and load nothing: {average} per step")
+        if self.moved_bytes:
+            seconds = self.moved_bytes / self.bus_bytes_s
+            parts.append(f"{format_bytes(self.moved_bytes)} between the phases of a run: {seconds:.3f} s")
         return "; ".join(parts) + "."
+
+    @property
+    def _streamed_bytes(self) -> int:
+        return sum(component.streamed_bytes for component in self.components if component.role == "denoiser")
 
 
 def plan_offload(
-    sizes: Sequence[ComponentSize], config: OffloadConfig, activations: Activations | None = None
+    sizes: Sequence[ComponentSize],
+    config: OffloadConfig,
+    activations: Activations | None = None,
+    history: History | None = None,
 ) -> OffloadPlan:
-    """Place each component so that every phase stays within the budget and takes the least time.
+    """Place each component so that every phase stays within the budget and a run takes the least time.
 
-    "auto" offloads as little as it must. "model" lets denoisers and encoders take turns; "layerwise" streams their
-    blocks, or with a budget as few of them as it allows. `activations`: those that `config` does not give.
+    "auto" offloads as little as it must. "model" lets components take turns; "layerwise" streams their blocks, or with
+    a budget as few of them as it allows. `activations`: those that `config` does not give. `history`: what earlier runs
+    have shown.
     """
     if not any(size.num_bytes for size in sizes):
         raise ModelError(
@@ -201,182 +231,305 @@ def plan_offload(
             "declares (_dit_modules, _encoder_modules, _vae_modules), what diffusers lists as its components, and "
             "well-known names such as transformer, text_encoder and vae."
         )
-    plan = _Planner(tuple(sizes), config, activations).plan()
+    known = sizes, activations or Activations({}, ""), history or History()
+    plan = _Planner(config, *known).plan()
     if config.graphs and any(one.role == "denoiser" and one.placement == "streams" for one in plan.components):
         # Weights that stay gain more than graphs, which streamed blocks do not have anyway.
-        plan = _Planner(tuple(sizes), replace(config, graphs=False), activations).plan()
+        plan = _Planner(replace(config, graphs=False), *known).plan()
         plan = replace(plan, notes=(*plan.notes, "there is no room for graphs beside the weights"))
     return plan
+
+
+class _Placed(NamedTuple):
+    """A component and how it is placed."""
+
+    size: ComponentSize
+    moves: bool
+    """Whether it comes and goes."""
+    streaming: Streaming | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        return self.size.num_bytes if self.streaming is None else self.streaming.num_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """What may stay of it while others are called."""
+        return self.size.num_bytes if self.streaming is None else self.streaming.kept_bytes
+
+
+Sizes = Sequence[ComponentSize]
 
 
 class _Planner:
     """The choices for some sizes and a budget."""
 
-    def __init__(self, sizes: tuple[ComponentSize, ...], config: OffloadConfig, known: Activations | None) -> None:
-        self.sizes, self.config = sizes, config
-        self.timing = config.timing or Timing()
+    def __init__(self, config: OffloadConfig, sizes: Sizes, known: Activations, history: History) -> None:
+        self.sizes, self.config, self.history = sizes, config, history
+        self.timing = config.timing or history.timing or Timing()
         self.budget = parse_bytes(config.gpu_memory, "gpu_memory")
+        self.steps = config.steps or history.steps or _ASSUMED_STEPS
         self.notes: tuple[str, ...] = ()
         self.unknown: frozenset[str] = frozenset()
         """Components of which nobody knows what they need beside their weights."""
-        self.activations = self._read_activations(known or Activations({}, ""))
+        self.spares: dict[str, int] = {}
+        """What is assumed for the workspaces of convolutions."""
+        self.needs = self._read_needs(known)
 
-    def _read_activations(self, seen: Activations) -> dict[str, int]:
+    def _read_needs(self, seen: Activations) -> dict[str, int]:
         given, names = self.config.activations, [size.name for size in self.sizes]
         by_name = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
         check_names(by_name, names, "a component of this pipeline (in activations)", param="activations")
         said = {name: int(size) for name, size in by_name.items() if size is not None}
         if self.budget is None:
             return said
-        seen_of = {name: num_bytes for name, num_bytes in seen.by_name.items() if name in names}
-        self.unknown = frozenset(size.name for size in self.sizes if size.role in PHASES) - {*seen_of, *said}
-        self.notes = (seen.note,) if seen.note and seen_of.keys() - said.keys() else ()
+        said |= {n: max(need, said.get(n, 0)) for n, need in self.history.needs.items() if n in names}
+        counted = {name: num_bytes for name, num_bytes in seen.by_name.items() if name in names and name not in said}
+        self.unknown = frozenset(size.name for size in self.sizes if size.role in PHASES) - {*counted, *said}
+        vaes = [size.name for size in self.sizes if size.role == "vae" and size.name in counted]
+        self.spares = {name: int(counted[name] * _WORKSPACE) for name in vaes}
+        self.notes += (seen.note,) if counted and seen.note else ()
+        self._note_doubts(seen.problem)
+        return counted | said
+
+    def _note_doubts(self, problem: str | None) -> None:
+        if self.spares:
+            share = f"as much again is assumed for the workspaces of {', '.join(self.spares)}"
+            self.notes += (f"{share}, until a run has shown what they take",)
         if self.unknown:
-            why = f" ({seen.problem})" if seen.problem else ""
-            what = f"what {', '.join(n for n in names if n in self.unknown)} needs beside its weights is not known"
-            note = f"{what}{why}: the first run measures it, and keeps as little else on the device as it can"
-            self.notes = (*self.notes, note)
-        return seen_of | said
+            why = f" ({problem})" if problem else ""
+            names = ", ".join(size.name for size in self.sizes if size.name in self.unknown)
+            what = f"what {names} needs beside its weights is not known{why}"
+            self.notes += (f"{what}: the first run measures it, and keeps as little else on the device as it can",)
+
+    # ------------------------------------------------------------------------------------------------ the choice
 
     def plan(self) -> OffloadPlan:
-        whole, config = self.sizes, self.config
-        ahead = tuple(size.ahead or size for size in whole)
-        choices = {True: [ahead], False: [whole], None: [whole, ahead]}[config.precompute]
-        fitting = []
-        for sizes in choices:
-            self._use(sizes)
-            resident = self._made((), {})
-            if self.budget is not None and not self.unknown and resident.peak_bytes <= self.budget:
-                fitting.append(resident)
-        for resident in fitting:
-            if not resident.other_kernels:
-                return resident
-        if config.mode == "auto" and self.budget is None:
-            raise SettingError('mode="auto" needs a budget, such as gpu_memory="12GiB".', param="gpu_memory")
+        whole, ahead = self.sizes, [size.ahead or size for size in self.sizes]
+        variants: list[Sizes] = [whole, ahead]
+        if self.config.precompute is not None:
+            variants = [ahead if self.config.precompute else whole]
+        fitting: list[OffloadPlan] = []
+        if self.budget is not None and not self.unknown:
+            resident = (self._made([_Placed(size, moves=False) for size in sizes]) for sizes in variants)
+            fitting = [plan for plan in resident if plan.peak_bytes <= self.budget]
+        best = next((plan for plan in fitting if not plan.other_kernels), None)
+        if best is not None:
+            return best
         self._check_mode()
-        if self.budget is not None:
-            streams = {taker.name: choice for taker in self.takers if (choice := self._fitted(taker))}
-            plan = self._made(self.takers, streams)
-            return fitting[0] if fitting and plan.other_kernels else plan
-        return self._unlimited()
+        plans = [self._offloaded(sizes) for sizes in self._possible(variants)]
+        return fitting[0] if fitting and all(plan.other_kernels for plan in plans) else self._quickest(plans)
 
-    def _unlimited(self) -> OffloadPlan:
-        """As much off the device as the mode says."""
-        movers = [size for size in self.takers if size.role != "vae"]
-        if self.config.mode == "layerwise":
-            return self._made(movers, {s.name: choice for s in movers if (choice := self._choose(s, None))})
-        return self._made(movers if len(movers) > 1 else self.takers, {})
+    def _possible(self, variants: list[Sizes]) -> list[Sizes]:
+        """Those that can run within the budget. Refused if none can."""
+        least = [max(self._least(sizes).values()) for sizes in variants]
+        if self.budget is None:
+            return variants
+        if min(least) > self.budget:
+            self._refuse(variants[least.index(min(least))])
+        return [sizes for sizes, needed in zip(variants, least, strict=True) if needed <= self.budget]
 
-    def _use(self, sizes: tuple[ComponentSize, ...]) -> None:
-        self.sizes = sizes
-        self.takers = [size for size in sizes if size.role in PHASES and size.num_bytes]
-        self.always = sum(size.num_bytes for size in sizes if size not in self.takers)
-        self.graphs = sum(self._graph_bytes(size) for size in sizes)
-        for size in sizes if self.budget is not None else ():
-            if size.ahead_room and size.name not in self.unknown:
-                self.activations[size.name] = max(self.activations.get(size.name, 0), size.ahead_room)
-        # What is used all the time runs beside the others, and may need more than they do.
-        self.least = max((self.activations.get(size.name, 0) for size in sizes if size.role not in PHASES), default=0)
+    def _quickest(self, plans: Sequence[OffloadPlan]) -> OffloadPlan:
+        """Of plans with and without layers that are computed ahead, the one whose runs take less time."""
+        if len(plans) == 1:
+            return plans[0]
+        (whole_s, whole_once), (ahead_s, ahead_once) = map(self._times, plans)
+        gain, cost = whole_s - ahead_s, ahead_once - whole_once
+        ahead_from = 0 if cost <= 0 <= gain else math.inf if gain <= 0 else cost / gain
+        return replace(plans[self.steps >= ahead_from], ahead_from=ahead_from)
+
+    def _times(self, plan: OffloadPlan) -> tuple[float, float]:
+        """Seconds of a step, and of what is done once in a run."""
+        step_s, once_s = 0.0, plan.moved_bytes / plan.bus_bytes_s
+        denoisers = [(plan.component(size.name), size) for size in self.sizes if size.role == "denoiser"]
+        for part, size in denoisers:
+            blocks, rest_s = with_times(size, self.timing)
+            bus_s = part.streamed_bytes / plan.bus_bytes_s
+            forward_s = max(sum(block.compute_s for block in blocks) + rest_s, bus_s, part.forward_s or 0.0)
+            step_s += forward_s * (1 - self.config.skipped) / len(denoisers)
+            if part.ahead_bytes and size.ahead is not None:
+                visit_s = part.ahead_bytes / min(ASSUMED_COPY, plan.bus_bytes_s)
+                runs = 1 if size.ahead.reads_text else _RUNS_OF_A_SCHEDULE
+                once_s += self.history.visit_s.get(part.name, visit_s) / runs
+        return step_s, once_s
 
     def _check_mode(self) -> None:
+        takers = _takers(self.sizes)
         found = ", ".join(f"{size.name} ({size.role}, {size.class_name})" for size in self.sizes)
-        if self.config.mode == "model" and len(self.takers) < 2:
+        if self.config.mode == "auto" and self.budget is None:
+            raise SettingError('mode="auto" needs a budget, such as gpu_memory="12GiB".', param="gpu_memory")
+        if self.config.mode == "model" and len(takers) < 2:
             raise ModelError(
                 f"Nothing can take turns on the device: a denoiser and an encoder are needed, and {found} was found. "
                 'Stream its blocks instead: mode="layerwise".'
             )
-        if self.config.mode == "layerwise" and not any(size.blocks for size in self.takers):
+        if self.config.mode == "layerwise" and not any(size.blocks for size in takers):
             raise ModelError(
                 f"No blocks to stream were found in {found}. Denoisers and encoders need lists of repeated blocks with "
                 'attention. Declare yours with register_declaration, or use mode="model".'
             )
 
+    # ------------------------------------------------------------------------------------------------ memory
+
+    def _fixed(self, sizes: Sizes) -> int:
+        """What is always on the device."""
+        return sum((size.num_bytes if size.role not in PHASES else 0) + self._graph_bytes(size) for size in sizes)
+
+    def _graph_bytes(self, size: ComponentSize) -> int:
+        """A graph computes in memory of its own, and all graphs in the same."""
+        return self.needs.get(size.name, 0) if self.config.graphs and size.role == "denoiser" else 0
+
     def _need(self, size: ComponentSize) -> int:
-        return max(self.activations.get(size.name, 0), self.least)
+        """What is needed beside weights while a component is called. What is used all the time computes then, too."""
+        always = [self.needs.get(other.name, 0) for other in self.sizes if other.role not in PHASES]
+        room = size.ahead_room if self.budget is not None and size.name not in self.unknown else 0
+        return max(self.needs.get(size.name, 0), room, *always, 0)
 
-    def _fitted(self, taker: ComponentSize) -> Streaming | None:
-        """How a component streams in the room that its phase has; None if it fits as a whole."""
-        room = (self.budget or 0) - self.always - self.graphs - self._need(taker)
-        may_stream = self.config.mode != "model" and bool(taker.blocks)
-        if taker.name in self.unknown and may_stream:
-            room = min(room, least_bytes(taker))
-        if taker.num_bytes <= room:
-            return None
-        choice = self._choose(taker, room) if may_stream else None
-        return choice or self._refuse(least_bytes if self.config.mode != "model" else lambda size: size.num_bytes)
+    def _partners(self, size: ComponentSize, sizes: Sizes) -> list[ComponentSize]:
+        """Those that are called in turns with a component in each step, so that they must be on the device together."""
 
-    def _choose(self, size: ComponentSize, room: int | None) -> Streaming | None:
-        """The best way to stream a component, with compressed weights if that saves time."""
-        plain = choose_streaming(size.uncoded(), room, self.timing)
-        coded = choose_streaming(size, room, self.timing) if self.config.compress != "none" else None
-        if plain is None or coded is None or self.config.compress == "lossless":
-            return coded or plain
-        bus_s = sum(block.num_bytes for block in size.blocks if block.path in plain.streamed) / self.timing.bus_bytes_s
-        busy = _BUSY_BUS_LATE if self.timing.is_host_bound(size) else _BUSY_BUS
-        is_worth_it = coded.forward_s < _WORTH_CODING * plain.forward_s or bus_s > busy * plain.forward_s
-        return coded if is_worth_it else plain
+        def are_partners(other: ComponentSize) -> bool:
+            roles = {size.role, other.role}
+            assumed = "companion" in roles and roles <= {"companion", "denoiser"}
+            is_in_steps = bool(roles & {"companion", "denoiser"}) and other is not size
+            return is_in_steps and self.history.are_together(size.name, other.name, assumed)
 
-    def _made(self, takers: Sequence[ComponentSize], streams: Mapping[str, Streaming]) -> OffloadPlan:
-        """The plan in which `takers` come and go, and some of them stream."""
-        placed = [self._place(size, size in takers, streams.get(size.name)) for size in self.sizes]
-        staying = self.graphs + sum(plan.device_bytes for plan in placed if plan.placement == "resident")
-        moving = sum(plan.device_bytes for plan in placed if plan.placement != "resident")
-        components = tuple(self._with_peak(plan, staying, moving) for plan in placed)
-        peak = max(plan.peak_bytes for plan in components)
-        return OffloadPlan(components, peak, self.budget, self.timing.bus_bytes_s, self.notes, self.config.skipped)
+        return [other for other in _takers(sizes) if are_partners(other)]
 
-    def _with_peak(self, plan: ComponentPlan, staying: int, moving: int) -> ComponentPlan:
-        """A component with what may stay beside it, and what is on the device then."""
-        own = 0 if plan.placement == "resident" else plan.device_bytes
-        need, others = max(plan.activation_bytes, self.least), moving - own
+    def _least(self, sizes: Sizes) -> dict[str, int]:
+        """The least memory in which each component can be called."""
+        least = least_bytes if self.config.mode != "model" else lambda size: size.num_bytes
+        fixed = self._fixed(sizes)
+        return {
+            size.name: fixed + self._need(size) + sum(map(least, (size, *self._partners(size, sizes))))
+            for size in _takers(sizes)
+        } or {"": fixed}
+
+    def _refuse(self, sizes: Sizes) -> NoReturn:
+        needs, fixed = self._least(sizes), self._fixed(sizes)
+        name = max(needs, key=lambda name: needs[name])
+        beside = sum(self._need(size) for size in sizes if size.name == name)
+        raise SettingError(
+            f"gpu_memory={format_bytes(self.budget or 0)} is not enough: at least {format_least(needs[name])} is "
+            f"needed, because of {name} ({format_bytes(needs[name] - beside - fixed)} of weights at a time, "
+            f"{format_bytes(beside)} of activations, {format_bytes(fixed)} that stays). Allow more, or generate "
+            "smaller images.",
+            param="gpu_memory",
+        )
+
+    # ------------------------------------------------------------------------------------------------ placement
+
+    def _offloaded(self, sizes: Sizes) -> OffloadPlan:
+        """The plan in which components come and go as far as they must."""
+        placed = {size.name: _Placed(size, moves=size in _takers(sizes)) for size in sizes}
+        chosen: list[_Placed] = []
+        for size in sorted(_takers(sizes), key=lambda size: _CHOOSING.index(size.role)):
+            choices = list(self._ways(size, sizes, chosen))
+            if len(choices) > 1:
+                choices.sort(key=lambda way: self._made([*({**placed, size.name: way}).values()]).moved_bytes)
+            placed[size.name] = choices[0]
+            chosen.append(choices[0])
+        return self._made(list(placed.values()))
+
+    def _ways(self, size: ComponentSize, sizes: Sizes, chosen: Sequence[_Placed]) -> Iterator[_Placed]:
+        """The ways in which a component can be called: as a whole, or streaming through the room that its phase has. An
+        encoder may do with less, such as what is free while all others stay."""
+        may_stream = self.config.mode != "model" and bool(size.blocks)
         if self.budget is None:
-            others, room = (0 if plan.role in PHASES else moving), 0
-        else:
-            room = self.budget - staying - own - need
-        spare = int(need * _WORKSPACE) if plan.role == "vae" else 0
-        beside = max(min(others, room - spare), 0) if plan.name not in self.unknown else 0
-        note = "the VAE decodes with other kernels, so images may differ from those of an empty card by rounding"
-        is_tight = self.budget is not None and room < spare
-        peak = staying + own + need + (beside if self.budget is not None else others)
-        return replace(plan, beside_bytes=beside, peak_bytes=peak, note=note if is_tight else "")
+            streaming = self._streaming(size, None) if may_stream and self.config.mode == "layerwise" else None
+            yield _Placed(size, True, streaming)
+            return
+        partners, sizes_of = self._partners(size, sizes), {one.size.name: one.device_bytes for one in chosen}
+        room = self.budget - self._fixed(sizes) - max(map(self._need, (size, *partners)))
+        room -= sum(sizes_of.get(partner.name, least_bytes(partner)) for partner in partners)
+        least = least_bytes(size)
+        room = min(room, least) if size.name in self.unknown and self.config.mode != "model" else room
+        if size.num_bytes <= room:
+            yield _Placed(size, True)
+        is_encoder = size.role == "encoder" and may_stream
+        free = room - sum(one.kept_bytes for one in chosen)
+        rooms = [free, least, least + area_bytes(size.blocks), room] if is_encoder else [room]
+        for each in rooms if is_encoder or size.num_bytes > room else ():
+            streaming = self._streaming(size, each) if each <= room else None
+            if streaming is not None:
+                yield _Placed(size, True, streaming)
 
-    def _place(self, size: ComponentSize, takes_turns: bool, streaming: Streaming | None) -> ComponentPlan:
-        resident_s = self.timing.forward_s(size)
-        choice = streaming or Streaming(frozenset(), 0, size.num_bytes, resident_s or 0.0)
-        streamed = (size if choice.area_bytes else size.uncoded()).blocks
+    def _streaming(self, size: ComponentSize, room: int | None) -> Streaming | None:
+        return best_streaming(size, room, self.timing, self.config.compress)
+
+    def _made(self, placed: Sequence[_Placed]) -> OffloadPlan:
+        """The plan in which components are placed so."""
+        sizes = [one.size for one in placed]
+        staying = sum(one.device_bytes for one in placed if not one.moves) + sum(map(self._graph_bytes, sizes))
+        components = tuple(self._part(one, placed, staying) for one in placed)
+        peak, moved = max(part.peak_bytes for part in components), _moved_bytes(components, self.history.order)
+        how = self.timing.bus_bytes_s, self.notes, self.config.skipped, self.steps, moved
+        return OffloadPlan(components, peak, self.budget, *how)
+
+    def _part(self, one: _Placed, placed: Sequence[_Placed], staying: int) -> ComponentPlan:
+        size, resident_s = one.size, self.timing.forward_s(one.size)
+        way = one.streaming or Streaming(frozenset(), 0, size.num_bytes, 0, resident_s or 0.0)
+        taken = staying + self._need(size) + (one.device_bytes if one.moves else 0)
+        others = [other for other in placed if other.moves and other is not one]
+        spare = self.spares.get(size.name, 0)
+        is_tight = size.name in self.history.narrow or (self.budget is not None and self.budget - taken < spare)
+        beside = self._beside(size, others, taken + spare)
         return ComponentPlan(
             size.name,
             size.role,
             size.class_name,
-            placement="streams" if streaming else "turns" if takes_turns else "resident",
+            placement="streams" if one.streaming else "turns" if one.moves else "resident",
             num_bytes=size.num_bytes + size.ahead_bytes,
-            device_bytes=choice.num_bytes,
-            activation_bytes=self.activations.get(size.name, 0),
+            device_bytes=one.device_bytes,
+            activation_bytes=self.needs.get(size.name, 0),
             num_blocks=len(size.blocks),
-            streamed=choice.streamed,
-            streamed_bytes=sum(sum(block.sent) for block in streamed if block.path in choice.streamed),
-            ring_bytes=choice.ring_bytes,
-            forward_s=choice.forward_s if resident_s is not None else None,
+            streamed=way.streamed,
+            streamed_bytes=way.sent_bytes,
+            ring_bytes=way.ring_bytes,
+            kept_bytes=way.kept_bytes,
+            forward_s=way.forward_s if resident_s is not None else None,
             resident_s=resident_s,
             ahead_bytes=size.ahead_bytes,
-            is_coded=choice.area_bytes > 0,
-            graph_bytes=self._graph_bytes(size) if streaming is None else 0,
-            in_groups=self.timing.is_host_bound(size),
-            is_measured=size.name not in self.unknown,
+            is_coded=way.area_bytes > 0,
+            graph_bytes=self._graph_bytes(size) if one.streaming is None else 0,
+            is_known=size.name not in self.unknown,
+            beside_bytes=beside,
+            peak_bytes=taken + min(beside, sum(other.kept_bytes for other in others)),
+            note=_OTHER_KERNELS if is_tight else "",
         )
 
-    def _graph_bytes(self, size: ComponentSize) -> int:
-        """A graph computes in memory of its own, and all graphs in the same."""
-        return self.activations.get(size.name, 0) if self.config.graphs and size.role == "denoiser" else 0
+    def _beside(self, size: ComponentSize, others: Sequence[_Placed], taken: int) -> int:
+        """What others may keep on the device while a component is called that needs so much."""
+        if self.budget is not None:
+            return 0 if size.name in self.unknown else max(self.budget - taken, 0)
+        partners = {partner.name for partner in self._partners(size, [other.size for other in others])}
+        # VAEs are small, and leave only where there is a budget.
+        stay = [other for other in others if other.size.role == "vae" or other.size.name in partners]
+        return sum(other.device_bytes for other in stay)
 
-    def _refuse(self, least: Callable[[ComponentSize], int]) -> NoReturn:
-        fixed = self.always + self.graphs
-        needs = {size.name: fixed + least(size) + self._need(size) for size in self.takers}
-        most = max(self.takers, key=lambda size: needs[size.name])
-        raise SettingError(
-            f"gpu_memory={format_bytes(self.budget or 0)} is not enough: at least "
-            f"{format_bytes(needs[most.name], up=True)} is needed, because of {most.name} "
-            f"({format_bytes(least(most))} of weights at a time, {format_bytes(self._need(most))} of activations, "
-            f"{format_bytes(fixed)} that stays). Allow more, or generate smaller images.",
-            param="gpu_memory",
-        )
+
+def _takers(sizes: Sizes) -> list[ComponentSize]:
+    """Those that may come and go."""
+    return [size for size in sizes if size.role in PHASES and size.num_bytes]
+
+
+def _moved_bytes(components: Sequence[ComponentPlan], order: Sequence[str]) -> int:
+    """Bytes that cross the bus in a run, beside those of the denoisers' forwards: what components have left since the
+    last run and what encoders stream. Those leave first that are needed last."""
+    roles = [*PHASES]
+    takers = [part for part in components if part.placement != "resident"]
+    takers.sort(key=lambda part: (order.index(part.name) if part.name in order else len(order), roles.index(part.role)))
+    held = dict.fromkeys((part.name for part in takers), 0)
+    moved = 0
+    for _ in range(2):  # The first run begins with an empty device.
+        moved = sum(part.streamed_bytes for part in takers if part.role == "encoder")
+        for at, part in enumerate(takers):
+            others = [*takers[at + 1 :], *takers[:at]]
+            excess = sum(held[other.name] for other in others) - part.beside_bytes
+            for other in reversed(others):
+                leaving = min(max(excess, 0), held[other.name])
+                held[other.name] -= leaving
+                excess -= leaving
+            moved += part.kept_bytes - held[part.name]
+            held[part.name] = part.kept_bytes
+    return moved

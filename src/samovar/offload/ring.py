@@ -1,8 +1,8 @@
-"""Which streamed blocks are on the device now, and which come next?
+"""The ring: a region of device memory through which blocks stream, in the order in which the model calls them.
 
-Blocks pass through a ring of device memory in the order in which the model calls them. Memory is handed out by the
-byte, not by the block: while one block computes, the next is copied into whatever is free, so a ring little larger than
-the largest block keeps the bus busy. Everything is enqueued and the host never waits: marks order copies and compute.
+Memory is handed out by the byte, not by the block: while one block computes, the next is copied into whatever is free,
+so a ring little larger than the largest block keeps the bus busy. Everything is enqueued and the host never waits:
+marks order copies and compute.
 
 The order is first that of the model's structure, then the one observed in the first pass. A pass in which no block is
 called (a cached step) moves nothing, and the next pass finds the ring as it was.
@@ -62,24 +62,21 @@ class DeviceQueues(Protocol):
 
 
 class Timeline:
-    """A simulated device: the times at which its two queues finish, and at which the host has filled them."""
+    """A simulated device: the times at which its two queues finish."""
 
     def __init__(self, bus_bytes_s: float) -> None:
         self.bus_bytes_s = bus_bytes_s
         self.stats = OffloadStats()
         self.copied_s = 0.0
         self.computed_s = 0.0
-        self.launched_s = 0.0
-
-    def launch(self, seconds: float) -> None:
-        """The host takes this long to enqueue what comes next."""
-        self.launched_s += seconds
+        self._waited_s = 0.0
+        """Until when the host waited for the device."""
 
     def copy(self, num_bytes: int) -> None:
-        self.copied_s = max(self.copied_s, self.launched_s) + num_bytes / self.bus_bytes_s
+        self.copied_s = max(self.copied_s, self._waited_s) + num_bytes / self.bus_bytes_s
 
     def compute(self, seconds: float) -> None:
-        self.computed_s = max(self.computed_s, self.launched_s) + seconds
+        self.computed_s = max(self.computed_s, self._waited_s) + seconds
 
     def allocate(self, num_bytes: int) -> None:
         pass
@@ -103,7 +100,7 @@ class Timeline:
         self.copied_s = max(self.copied_s, mark)
 
     def host_waits(self, mark: float) -> None:
-        self.launched_s = max(self.launched_s, mark)
+        self._waited_s = max(self._waited_s, mark)
 
 
 class StreamedBlock(Protocol):
@@ -113,20 +110,17 @@ class StreamedBlock(Protocol):
     def pieces(self) -> Sequence[int]:
         """Bytes of each piece that is copied on its own."""
 
-    def prepare(self) -> None:
-        """Bring `pieces` up to date with the model."""
+    def prepare(self) -> int:
+        """Bring `pieces` up to date with the model, and return how many changes of the weights were seen so far."""
+
+    def edits(self) -> int:
+        """A number that changes when torch counts a change. This is quicker, and sees less."""
 
     def send(self, piece: int, memory: Memory, offset: int) -> None:
         """Start to copy a piece to an offset of the ring's memory."""
 
     def forget_views(self) -> None:
         """Let go of the ring's memory, which is about to be freed."""
-
-    def edits(self) -> int:
-        """A number that changes when its weights do. This is quick, and does not see every change."""
-
-    def fingerprint(self) -> object:
-        """The same, less quick and more thorough."""
 
 
 class RingSpace:
@@ -171,42 +165,54 @@ class _Slot:
     block: StreamedBlock
     position: int
     """Its index in the order of calls."""
+    changes: int
+    """What `prepare` returned when it was sent."""
+    edits: int
+    """The block's `edits` then."""
     offsets: list[int] = field(default_factory=list)
     """Where each piece was sent, as far as there was room."""
     ready: Mark = None
     is_complete: bool = False
     in_use: bool = False
-    edits: int = 0
-    """The block's `edits` when it was sent."""
 
 
 class Ring:
     """Copies blocks to the device before they are called, in the order of their calls."""
 
     def __init__(
-        self, queues: DeviceQueues, capacity: int, order: Sequence[StreamedBlock], *, has_next_pass: Callable[[], bool]
+        self,
+        queues: DeviceQueues,
+        capacity: int,
+        order: Sequence[StreamedBlock],
+        *,
+        has_next_pass: Callable[[], bool],
+        before: Callable[[StreamedBlock], None] = lambda block: None,
     ) -> None:
-        """`has_next_pass` says whether the model will be called again with the same weights."""
+        """`has_next_pass` says whether the model will be called again with the same weights. `before` is called with
+        each block before it is sent: what it sends comes first."""
         self.order = list(order)
         self.memory: Memory = None
-        self._queues, self._has_next_pass = queues, has_next_pass
+        self.is_interrupted = False
+        """Whether the last pass has begun and not ended."""
+        self._queues, self._has_next_pass, self._before = queues, has_next_pass, before
         self._space = RingSpace(capacity)
         self._slots: deque[_Slot] = deque()
         self._last = -1
         """The position of the block that was called last."""
         self._called: list[StreamedBlock] = []
-        self.is_interrupted = False
-        """Whether the last pass has begun and not ended."""
         self._is_learned = False
         self._arrived: Mark = None
         """When the block that was called last has arrived."""
-        self._ahead: list[tuple[StreamedBlock, object]] = []
-        """The blocks that were sent ahead of the next pass, with their fingerprints."""
 
     @property
     def blocks(self) -> list[StreamedBlock]:
         """The blocks that are on the device or on their way to it."""
         return [slot.block for slot in self._slots if slot.offsets]
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a block is being called."""
+        return any(slot.in_use for slot in self._slots)
 
     def open(self) -> None:
         """Allocate the ring's memory."""
@@ -223,17 +229,15 @@ class Ring:
 
     def acquire(self, block: StreamedBlock) -> list[int]:
         """The offsets of a block's pieces; they are there when the device reaches the work enqueued next."""
-        assert not any(slot.in_use for slot in self._slots), "blocks are not called inside one another"
-        if self._ahead and any(other.fingerprint() != before for other, before in self._ahead):
+        assert not self.in_use, "blocks are not called inside one another"
+        if not self._called and any(slot.block.prepare() != slot.changes for slot in self._slots):
             self.drop()  # Weights that were sent ahead of this pass have changed since. They are sent again.
-        self._ahead = []
         position = self._locate(block)
         while self._slots and (self._slots[0].block is not block or self._slots[0].edits != block.edits()):
             self._drop_oldest()
         if not self._slots:
             self._queues.stats.late_blocks += 1
-            self._make_room(block)
-            self._slots.append(_Slot(block, position, edits=block.edits()))
+            self._append(block, position, may_grow=True)
         slot = self._slots[0]
         is_complete = self._fill(slot)
         assert is_complete, "a ring holds its largest block"
@@ -250,11 +254,11 @@ class Ring:
             return
         self._queues.copies_wait(self._queues.mark_computed())
         self._pop()
-        self._fill_ahead()
+        self.fill_ahead()
 
     def drop(self) -> None:
         """Forget the blocks that are on the device."""
-        if any(slot.in_use for slot in self._slots):
+        if self.in_use:
             self._queues.copies_wait(self._queues.mark_computed())
         while self._slots:
             self._drop_oldest()
@@ -277,28 +281,9 @@ class Ring:
         if self._arrived is not None:  # They may change now, and copies that this pass needs must not see it.
             self._queues.host_waits(self._arrived)
             self._arrived = None
-            self._ahead = [(block, block.fingerprint()) for block in self.blocks]
         self.is_interrupted = False
 
-    def _locate(self, block: StreamedBlock) -> int:
-        count = len(self.order)
-        for position in range(self._last + 1, self._last + 1 + count):
-            if self.order[position % count] is block:
-                return position % count
-        return self._last  # An unknown block; the order is corrected at the end of the pass.
-
-    def _make_room(self, block: StreamedBlock) -> None:
-        block.prepare()
-        needed = least_capacity(block.pieces)
-        if needed > self._space.capacity:  # The block has grown, through an adapter for instance.
-            for other in self.order:
-                other.forget_views()
-            self._queues.free(self.memory)
-            self.memory = None
-            self._space = RingSpace(needed)
-            self.open()
-
-    def _fill_ahead(self) -> None:
+    def fill_ahead(self) -> None:
         """Send as much of the next blocks as there is room for."""
         while True:
             slot = self._slots[-1] if self._slots else None
@@ -307,6 +292,31 @@ class Ring:
             if slot is None or not self._fill(slot):
                 self._queues.flush()
                 return
+
+    def _locate(self, block: StreamedBlock) -> int:
+        count = len(self.order)
+        for position in range(self._last + 1, self._last + 1 + count):
+            if self.order[position % count] is block:
+                return position % count
+        return self._last  # An unknown block; the order is corrected at the end of the pass.
+
+    def _append(self, block: StreamedBlock, position: int, *, may_grow: bool = False) -> _Slot | None:
+        """Add a slot for a block. None if it has grown, through an adapter for instance, and the ring may not grow."""
+        self._before(block)
+        changes = block.prepare()
+        needed = least_capacity(block.pieces)
+        if needed > self._space.capacity:
+            if not may_grow:
+                return None
+            for other in self.order:
+                other.forget_views()
+            self._queues.free(self.memory)
+            self.memory = None
+            self._space = RingSpace(needed)
+            self.open()
+        slot = _Slot(block, position, changes, block.edits())
+        self._slots.append(slot)
+        return slot
 
     def _add_next(self, position: int) -> _Slot | None:
         position += 1
@@ -317,12 +327,7 @@ class Ring:
         block = self.order[position]
         if any(slot.block is block for slot in self._slots):
             return None  # All blocks are here.
-        block.prepare()
-        if least_capacity(block.pieces) > self._space.capacity:
-            return None  # The block has grown. The ring grows when the block is called.
-        slot = _Slot(block, position, edits=block.edits())
-        self._slots.append(slot)
-        return slot
+        return self._append(block, position)
 
     def _fill(self, slot: _Slot) -> bool:
         """Send the missing pieces of a block as far as there is room. True if all of it is sent."""

@@ -1,15 +1,15 @@
-"""How large is it? Sizes as people write them, and the components and blocks of a model in bytes."""
+"""The components and blocks of a pipeline, and their sizes in bytes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
 from ..arch import find_anatomy
-from ..arch.components import Role
 from ..arch.gguf_file import GgufFile
 from ..arch.modules import unwrapped
 from ..arch.quantised import as_stored
@@ -18,7 +18,20 @@ from ..core.errors import ModelError
 from ..core.files import check_names
 from ..core.tensor_parts import take_apart
 from .coding import expected_share
-from .weights import LEAST_PIECE, Piece, held_by, lay_out, shared_tensors, spans_of, tensors_of
+from .layout import Piece, held_by, lay_out, shared_tensors, spans_of, tensors_of
+
+
+def format_least(num_bytes: int) -> str:
+    """A size that is enough, as it is written in settings."""
+    unit, size = next(
+        ((unit, size) for unit, size in (("MiB", 2**20), ("KiB", 2**10)) if num_bytes >= 8 * size), ("B", 1)
+    )
+    return f"{-(-num_bytes // size)}{unit}"
+
+
+Role = Literal["denoiser", "encoder", "vae", "companion", "resident"]
+"""What a component is for. A companion, such as a ControlNet, is called in each step, beside a denoiser. What is
+resident never leaves the device."""
 
 
 def format_bytes(num_bytes: float, *, up: bool = False) -> str:
@@ -37,8 +50,6 @@ class BlockSize:
     pieces: tuple[int, ...]
     """Bytes of the pieces in which it is copied."""
     compute_s: float = 0.0
-    launch_s: float = 0.0
-    """Seconds in which the host enqueues one call of it."""
     coded: tuple[int, ...] = ()
     """Bytes of each piece in which it crosses the bus if it is compressed, as expected."""
 
@@ -69,6 +80,8 @@ class ComponentSize:
     """Bytes of the time-only layers that are on the host."""
     ahead_room: int = 0
     """Device memory that it takes to compute these layers: one computes while the next is copied."""
+    reads_text: bool = False
+    """Whether these layers see more than the time, and so are computed anew for each prompt."""
 
     def uncoded(self) -> ComponentSize:
         """The same, with weights that cross the bus as they are."""
@@ -100,6 +113,8 @@ class Component:
     """Ids of modules and tensors inside it that belong to others."""
     time_layers: Mapping[str, torch.nn.Module] = field(default_factory=dict)
     """Layers that depend on time alone, by path."""
+    reads_text: bool = False
+    """Whether these also see what a prompt was pooled to."""
 
     @property
     def with_layers_ahead(self) -> Component:
@@ -131,18 +146,22 @@ class Component:
 
 def find_components(pipeline: object, exclude: Collection[str] = ()) -> list[Component]:
     """The components of a pipeline, and last the weights that several of them or their blocks share."""
-    return split_parts(loaded_parts(pipeline), exclude)
+    return split_parts(loaded_parts(pipeline), exclude, getattr(pipeline, "_resident_modules", None) or ())
 
 
-def split_parts(parts: Parts, exclude: Collection[str] = ()) -> list[Component]:
-    """The components among the parts of a model, and last the weights that several of them or their blocks share."""
+def split_parts(parts: Parts, exclude: Collection[str] = (), resident: Collection[str] = ()) -> list[Component]:
+    """The components among the parts of a model, and last the weights that several of them or their blocks share.
+
+    `resident`: the names of those that are declared to stay on the device.
+    """
     check_names(exclude, parts, "a component, so it cannot be in exclude", param="exclude")
     modules = frozenset(id(part.module) for part in parts.values())
-    components = [
-        Component(name, part.role, part.module, _blocks_of(part.module, part.role), modules - {id(part.module)})
-        for name, part in parts.items()
-        if part.module is not None and name not in exclude
-    ]
+    components = []
+    for name, part in parts.items():
+        if part.module is not None and name not in exclude:
+            role: Role = "companion" if part.role == "resident" and name not in resident else part.role
+            blocks = _blocks_of(part.module) if role in ("denoiser", "encoder", "companion") else {}
+            components.append(Component(name, role, part.module, blocks, modules - {id(part.module)}))
     shared = shared_tensors([c.rest() for c in components] + [c.block(path) for c in components for path in c.blocks])
     if not shared:
         return components
@@ -150,9 +169,9 @@ def split_parts(parts: Parts, exclude: Collection[str] = ()) -> list[Component]:
     return [*own, Component("shared weights", "resident", SharedWeights(shared), {}, frozenset())]
 
 
-def _blocks_of(module: torch.nn.Module, role: Role) -> dict[str, torch.nn.Module]:
+def _blocks_of(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     found: dict[int, tuple[str, torch.nn.Module]] = {}
-    for stack in find_anatomy(module).stacks if role in ("denoiser", "encoder") else ():
+    for stack in find_anatomy(module).stacks:
         for path, block in zip(stack.block_paths, stack.modules(module), strict=True):
             found.setdefault(id(block), (path, block))
     return dict(found.values())
@@ -181,8 +200,11 @@ def measure_components(
         layers = [sum(pieces(tensors_of(layer))) for layer in c.time_layers.values()]
         if not layers:
             return measure(c)
-        ahead = replace(measure(c.with_layers_ahead), ahead_bytes=sum(layers), ahead_room=2 * max(layers))
-        return replace(measure(c), ahead=ahead)
+        room = 2 * max(layers)
+        ahead = measure(c.with_layers_ahead)
+        return replace(
+            measure(c), ahead=replace(ahead, ahead_bytes=sum(layers), ahead_room=room, reads_text=c.reads_text)
+        )
 
     return tuple(map(with_ahead, components))
 
@@ -190,7 +212,7 @@ def measure_components(
 def _expected_bytes(piece: Piece) -> int:
     """The bytes in which a piece is expected to cross the bus."""
     (span, _), *others = piece.spans
-    if others or span.num_bytes < LEAST_PIECE:
+    if others or not piece.is_large:
         return piece.num_bytes
     return int(piece.num_bytes * expected_share(span.tensors[0]))
 

@@ -1,4 +1,4 @@
-"""What was done so far, since the offload was attached?"""
+"""What was done since the offload was attached."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ class OffloadStats:
     held_bytes: int = 0
     """Device memory that our copies of weights take now."""
     peak_held_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    """The most that torch's allocator held of a GPU, for everything, as far as it was counted."""
     pinned_bytes: int = 0
     shared_bytes: int = 0
     """Bytes of these that other processes may use too."""

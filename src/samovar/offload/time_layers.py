@@ -16,11 +16,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from operator import is_not
 from typing import Any, NamedTuple
 
@@ -28,36 +28,121 @@ import torch
 
 from ..arch.modules import named_parts, tensor_bytes, unwrapped
 from ..core import nested
-from ..core.adapters import adapter_layers, adapter_settings, loaded_adapters, merged_adapters
+from ..core.adapters import adapter_settings, adapters_of, loaded_adapters, merged_adapters
 from ..core.errors import ModelError, SettingError
-from ..core.tensor_parts import bits, take_apart
+from ..core.interop import is_compiled
+from ..core.tensor_parts import bits
 from ..hooks import NOT_BYPASSED, HookOrder, ModelHook, Run, current_run, install_hook, pipeline_hooks
-from ..trace.time_only import Form, Tape, find_tape, is_autocast
-from .ahead import HOOK, is_free
-from .coded import Samples, version_of
-from .host import HostMemory
-from .moving import HOOK as OFFLOAD_HOOK
+from ..hooks.intercept import attached_registry
+from ..trace.dry_run import CallForm
+from ..trace.time_only import Form, Tape, find_tape, is_autocast, is_plain
+from .device import Stage
+from .host_tiers import Tier
+from .layout import ALIGNMENT, TensorFinder, held_by
+from .load_hooks import HOOK as OFFLOAD_HOOK
+from .pinned import HostMemory
 from .sizes import Component
-from .staging import Stage
 from .stats import TimeStats
-from .tiers import Tier
 from .timesteps import coming_inputs
-from .weight_groups import WeightGroup
-from .weights import ALIGNMENT, extent, held_by
+from .weight_group import WeightGroup, sources_of
 
+HOOK = "samovar_time_layers"
+"""The name of the hooks on layers that are computed ahead."""
+MIN_IN_BLOCKS, MIN_OUTSIDE = 2**20, 2**26
+"""Bytes of the smallest layers that are worth it. Outside of blocks a layer also runs in steps that a cache skips."""
 _MAX_FORMS = 8
 """Forms of calls that are kept."""
 _MAX_SURPRISES, _FORGIVEN = 3, 0.25
 """Forwards whose layers may be given something unexpected, and how much of one is forgiven by a forward without."""
 _MAX_UNPINNED = 4
 """Visits to the device from memory that is not pinned: few for models that need one for each number of steps alone."""
-_LOOKED_AT = 1024
-"""Bytes of each weight that are compared once a run."""
 _MAX_KEPT = 2**29
 """Bytes of rows that are kept of each form of call."""
 _MAX_MISSES = 2
 """Guesses of what comes next that may fail in a row."""
+_global_hooks = torch.nn.modules.module._global_forward_hooks
+_global_pre_hooks = torch.nn.modules.module._global_forward_pre_hooks
 Fetch = Callable[[str], AbstractContextManager[torch.nn.Module]]
+
+
+# ------------------------------------------------------------------------------------------------ the choice
+
+
+def may_have_time_layers(component: Component) -> bool:
+    """Whether a component has any layer that is large enough."""
+    if component.role != "denoiser":
+        return False
+    leaves = (module for module in unwrapped(component.module).modules() if not module._modules)
+    return any(tensor_bytes([leaf]) >= MIN_IN_BLOCKS for leaf in leaves)
+
+
+def with_time_layers(
+    components: Iterable[Component], calls: Mapping[str, CallForm]
+) -> tuple[list[Component], dict[str, str]]:
+    """The components, each with the layers that its call shows to depend on time alone, and why others are not."""
+    found, reasons = [], {}
+    for component in components:
+        if component.name in calls and may_have_time_layers(component):
+            call = calls[component.name]
+            component, reasons[component.name] = with_layers_of(component, call.args, dict(call.kwargs))
+        found.append(component)
+    return found, reasons
+
+
+def with_layers_of(component: Component, args: Any, kwargs: Any) -> tuple[Component, str]:
+    """A component with the layers that a call with these arguments shows to depend on time alone, and which such layers
+    stay what they are."""
+    tape, problem = find_tape(unwrapped(component.module), args, kwargs, MIN_IN_BLOCKS)
+    if problem:
+        return replace(component, time_layers={}), f"whether layers see time alone is unknown: {problem}"
+    layers, left = choose_layers(component, () if tape is None else tape.layers)
+    tensors = list(nested.tensors((args, kwargs)))
+    reads_text = tape is not None and any(tensors[place].ndim > 1 for place in tape.inputs)
+    return replace(component, time_layers=layers, reads_text=reads_text), left
+
+
+def choose_layers(component: Component, paths: Iterable[str]) -> tuple[dict[str, torch.nn.Module], str]:
+    """Those of some time-only layers that can be computed ahead and are worth it, and which are not."""
+    model = unwrapped(component.module)
+    parts, blocks = named_parts(model), tuple(f"{block}." for block in component.blocks)
+    compiled = {id(unwrapped(part)) for part in component.module.modules() if is_compiled(part)}
+    found: dict[str, torch.nn.Module] = {}
+    left: dict[str, int] = {}
+    for path in dict.fromkeys(paths):
+        layer = parts[path]
+        above = [parts[path[:end]] for end in range(len(path)) if path[end] == "."]
+        least = MIN_IN_BLOCKS if path.startswith(blocks) else MIN_OUTSIDE
+        if any(id(part) in compiled for part in (layer, *above, model)):
+            reason = "compiled"
+        elif not is_free(layer):
+            reason = "hooked by others"
+        elif any(id(tensor) in component.skip for tensor in held_by(layer)):
+            reason = "shared"
+        elif tensor_bytes([layer]) < least:
+            reason = "small"
+        else:
+            found[path] = layer
+            continue
+        left[reason] = left.get(reason, 0) + 1
+    return found, ", ".join(f"{count} {reason}" for reason, count in left.items())
+
+
+def is_watched(layer: torch.nn.Module) -> bool:
+    """Whether torch calls somebody when a layer is called."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or _global_hooks or _global_pre_hooks)
+
+
+def is_free(layer: torch.nn.Module) -> bool:
+    """Whether nobody but us looks on when a layer is called."""
+    registry = attached_registry(layer)
+    return (
+        is_plain(layer)
+        and not is_watched(layer)
+        and (registry is None or all(name in (HOOK, OFFLOAD_HOOK) for name, _ in registry.chain))
+    )
+
+
+# ------------------------------------------------------------------------------------------------ what is computed
 
 
 class _Part(NamedTuple):
@@ -156,33 +241,6 @@ class KnownSteps:
         return self._rows[0]
 
 
-class SeenWeights:
-    """The weights of some layers as they were."""
-
-    def __init__(self, layers: Iterable[torch.nn.Module]) -> None:
-        self._layers = list(layers)
-        self._tensors, self._state = self._look()
-        self._samples = Samples(
-            [
-                tensor.detach().as_strided((extent(tensor) // tensor.element_size(),), (1,)).view(torch.uint8)
-                for tensor in self._tensors
-            ],
-            _LOOKED_AT,
-        )
-
-    def _look(self) -> tuple[list[torch.Tensor], list[Any]]:
-        """What the weights are made of, and what shows whether they were replaced or changed, as far as torch counts:
-        of wrappers, it counts changes there."""
-        held = [tensor for layer in self._layers for tensor in layer._parameters.values() if tensor is not None]
-        plain, wrappers, _ = take_apart(held)
-        state = [(id(t), t.data_ptr(), version_of(t), t.shape, t.stride(), t.dtype) for t in plain]
-        return plain, [*state, *(version_of(wrapper.tensor) for wrapper in wrappers)]
-
-    def are_same(self, *, is_new_run: bool) -> bool:
-        """Whether nobody has changed them, as far as counts and samples tell."""
-        return self._look()[1] == self._state and self._samples.are_same(is_new_run=is_new_run)
-
-
 def key_of(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """The bits of what the model is given at a step."""
     return torch.cat([bits(tensor) for tensor in inputs]) if inputs else torch.zeros(0, dtype=torch.uint8)
@@ -241,16 +299,19 @@ class TimeLayers:
         self.stats.layers, self.stats.num_bytes = len(self.layers), tensor_bytes(list(self.layers.values()))
         self.problem = ""
         """Why nothing is computed ahead any more, if so."""
-        self._tier, self._host = tier, host
+        self.visit_s = 0.0
+        """Seconds that the last visit to the device took."""
+        self._tier: Tier = tier
         self._num_visits, self._may_pin = 0, may_pin
-        self._name, self._model, self._stage = component.name, unwrapped(component.module), stage
+        self._name, self._model, self._stage, self._host = component.name, unwrapped(component.module), stage, host
         self._groups = {
-            id(layer): WeightGroup(f"{component.name}.{path}", partial(held_by, layer), stage, host)
+            id(layer): WeightGroup(f"{component.name}.{path}", TensorFinder(layer), stage, host)
             for path, layer in self.layers.items()
         }
         self._known: OrderedDict[Hashable, KnownSteps | None] = OrderedDict()
         """By form of call; None if none of the layers is on its tape."""
-        self._seen: SeenWeights | None = None
+        self._changes: list[int] = []
+        """Of the weights of each layer, as seen so far."""
         self._parts: list[torch.nn.Module] = []
         self._loaded: tuple[str, ...] = ()
         self._adapted: list[torch.nn.Module] = []
@@ -264,9 +325,8 @@ class TimeLayers:
         self._is_gone = False
 
     def install(self, undo: contextlib.ExitStack) -> None:
-        """Put hooks on the model and on the layers, and keep their weights on the host."""
+        """Put hooks on the layers, and keep their weights on the host."""
         self._adopt(self._tier)
-        install_hook(undo, self._model, HOOK, _CallHook(self))
         for path, layer in self.layers.items():
             install_hook(undo, layer, HOOK, _LayerHook(self, path))
 
@@ -274,16 +334,15 @@ class TimeLayers:
         with self._host.adopting():
             for group in self._groups.values():
                 group.tier = tier
-                group.adopt()
+            self._changes = [group.update() for group in self._groups.values()]
         if tier == "pinned":
-            self._host.pin(wire for group in self._groups.values() for wire in group.wires)
+            self._host.pin(sources_of(self._groups.values()))
 
     def restore(self) -> None:
         """Let the weights go for good."""
         self._is_gone = True
         self._forget()
         for group in self._groups.values():
-            group.unload()  # If its call is not over.
             group.restore()
 
     def _forget(self) -> None:
@@ -294,11 +353,18 @@ class TimeLayers:
 
     # ------------------------------------------------------------------------------------------------ a forward
 
-    def begin(self, args: Any, kwargs: Any) -> None:
-        """The model is called."""
-        self._forward = _Forward(args, kwargs, threading.get_ident())
+    @contextlib.contextmanager
+    def calling(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """Around a call of the model with the arguments that the caller gave."""
+        with self.lock:
+            self._forward = _Forward(args, kwargs, threading.get_ident())
+            try:
+                yield
+                self._end()
+            finally:
+                self._forward = None
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Compare what the layers were given with what was expected, without waiting if the end of the run will."""
         forward, self._forward = self._forward, None
         if forward is None or forward.known is None:
@@ -314,10 +380,6 @@ class TimeLayers:
             forward.known.is_proved = bool(forward.given) and not bool(is_other)
         if forward.settles_at_once:
             self.settle()
-
-    def drop_forward(self) -> None:
-        """The call of the model has failed."""
-        self._forward = None
 
     def settle(self) -> None:
         """Wait for the comparisons, and raise if one has found a difference."""
@@ -388,7 +450,9 @@ class TimeLayers:
         if row is None:
             self._pin_if_it_pays()
             steps = [inputs, *(coming_inputs(run, inputs) if known.is_guessing else ())]
+            began = time.perf_counter()
             row = known.compute(self._model, steps, self._visiting, self._stage)
+            self.visit_s = time.perf_counter() - began
             self.stats.computed_steps += len(steps)
         else:
             self.stats.found_forwards += 1
@@ -411,23 +475,22 @@ class TimeLayers:
         if self._may_pin and self._num_visits > _MAX_UNPINNED:
             self._may_pin = False
             self._adopt("pinned")
-            self._seen = SeenWeights(self.layers.values())  # They may have moved.
 
     def _check_model(self, is_new_run: bool) -> Hashable:
         """Drop what depends on weights or parts of the model that have changed. What depends on how its adapters are
         switched, which is returned, has a form of its own, and is there again when they are switched back."""
-        for group in self._groups.values():
-            group.check_files()
         loaded = loaded_adapters(self._model)
         parts = list(self._model.modules()) if is_new_run or loaded != self._loaded else self._parts
         if loaded != self._loaded or len(parts) != len(self._parts) or any(map(is_not, parts, self._parts)):
             self._parts, self._loaded = parts, loaded
-            self._adapted = adapter_layers(parts) if loaded else []
+            self._adapted = [layer for layer, _ in adapters_of(parts)] if loaded else []
             self._known.clear()
+        for group in self._groups.values():
+            group.is_due |= is_new_run
         # To merge weights and take them apart again does not give the same weights.
-        merged = merged_adapters(self._adapted)
-        if merged != self._merged or self._seen is None or not self._seen.are_same(is_new_run=is_new_run):
-            self._merged, self._seen = merged, SeenWeights(self.layers.values())
+        merged, changes = merged_adapters(self._adapted), [group.update() for group in self._groups.values()]
+        if (merged, changes) != (self._merged, self._changes):
+            self._merged, self._changes = merged, changes
             for known in filter(None, self._known.values()):
                 known.forget()
         return repr(list(map(adapter_settings, self._adapted)))
@@ -439,10 +502,10 @@ class TimeLayers:
         """Inside, the weights of a layer are on the device."""
         layer = self._model.get_submodule(path)
         group = self._groups[id(layer)]
-        group.prepare()
-        group.load()
         try:
-            self._stage.compute_waits(self._stage.mark_copied())
+            group.reserve()
+            group.load()
+            group.lend_own()
             yield layer
         finally:
             group.unload()
@@ -460,29 +523,6 @@ class TimeLayers:
             self.stats.live_calls += 1
             with self._visiting(path):
                 yield
-
-
-class _CallHook(ModelHook):
-    """Tells of the model's calls, with the arguments that the caller gave."""
-
-    order = HookOrder.OUTERMOST
-
-    def __init__(self, layers: TimeLayers) -> None:
-        self._layers = layers
-
-    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        self._layers.lock.acquire()
-        self._layers.begin(args, kwargs)
-        return args, kwargs
-
-    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        self._layers.end()
-        self._layers.lock.release()
-        return output
-
-    def failed_forward(self, module: torch.nn.Module, error: BaseException) -> None:
-        self._layers.drop_forward()  # Also if `end` raised.
-        self._layers.lock.release()
 
 
 class _LayerHook(ModelHook):
@@ -508,7 +548,8 @@ class _LayerHook(ModelHook):
         return output
 
     def failed_forward(self, module: torch.nn.Module, error: BaseException) -> None:
-        self._open.pop().__exit__(None, None, None)
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
 
 
 def _numerics() -> Hashable:

@@ -1,7 +1,7 @@
-"""Where are weights kept on the host, and how much of its memory may be pinned?
+"""The host copy of weights, in memory that the device copies from at full speed.
 
 There is one host copy. Weights move, once, into chunks that have their own pages; they stay if they are in one already.
-They keep their phase (see `weights`), except for small ones bound for a device that places them elsewhere. Shared pages
+They keep their phase (see `layout`), except for small ones bound for a device that places them elsewhere. Shared pages
 must not be pinned: CUDA refuses to copy a tensor that is partly on pinned pages, and malloc may put one at either end
 of any weight. Memory that cannot be pinned is used as it is, with a warning.
 
@@ -22,13 +22,15 @@ from pathlib import Path
 
 import torch
 
+from .device import Stage
 from .files import READERS, SLICE, Files, Unpinned
+from .host_tiers import NUM_BUFFERS, PINNABLE
+from .layout import LINE, Piece, Span, flat_bytes, move, spans_of
 from .shared import shared_copy
 from .sizes import format_bytes
-from .staging import Stage
-from .tiers import NUM_BUFFERS, PINNABLE, Tier, TierPlan
-from .weights import LEAST_PIECE, LINE, Piece, Span, flat_bytes, spans_of
 
+Source = torch.Tensor | Unpinned
+"""The host bytes of a piece."""
 _PAGE = mmap.PAGESIZE
 _THREADS = 4
 _TRIM_BYTES = 2**28
@@ -60,13 +62,13 @@ def _read(file: Path) -> str:
 class HostMemory:
     """The host copy of offloaded weights."""
 
-    def __init__(self, stage: Stage, limit_bytes: int | None) -> None:
+    def __init__(self, stage: Stage, limit_bytes: int | None = None) -> None:
         """At most `limit_bytes` are pinned; by default, most of the host's memory."""
         whole = host_limit()
         self.limit_bytes = limit_bytes if limit_bytes is not None or whole is None else int(whole * PINNABLE)
-        self.shares = False
-        """Whether copies of what is in files are shared with other processes."""
         self._stage = stage
+        self._shares = False
+        """Whether copies of what is in files are shared with other processes."""
         self._untrimmed_bytes = 0
         self._buffers: list[torch.Tensor] = []
         self._files = Files()
@@ -75,40 +77,57 @@ class HostMemory:
         self._finalizer = weakref.finalize(self, _close, stage, self._pinned)
         self._finalizer.atexit = False  # The end of the process unpins everything, and faster.
 
+    def follow(self, buffer_bytes: int, *, shares: bool) -> None:
+        """Provide the buffers that what is not pinned passes through."""
+        self._shares = shares
+        if buffer_bytes != sum(buffer.numel() for buffer in self._buffers[:1]):
+            self._stage.pass_through(())
+            self.release(self._buffers)
+            self._buffers = [new_chunk(buffer_bytes)[:buffer_bytes] for _ in range(NUM_BUFFERS if buffer_bytes else 0)]
+            self.pin(self._buffers)
+            self._stage.pass_through(self._buffers)
+
     def adopting(self) -> contextlib.AbstractContextManager[None]:
         """Around the adoption of many weights, so that it is quick."""
         return self._files.reading_once()
 
     def in_place(self, piece: Piece) -> Unpinned:
-        """The host bytes of a piece where they are."""
+        """The bytes of a piece where they are."""
         parts = [(offset - piece.start, self._files.find(span)) for span, offset in piece.spans]
         return Unpinned(parts[-1][0] + parts[-1][1].num_bytes, tuple(parts))
 
-    def adopt(self, piece: Piece, tier: Tier = "pinned", *, pinned: bool) -> torch.Tensor | Unpinned:
-        """The host bytes of a piece, which is to be pinned. Small spans, and others that cannot be pinned in place,
-        move into new chunks. In other tiers than "pinned", everything stays where it is."""
-        if tier != "pinned" and self._buffers:
-            return self.in_place(piece)
-        num_bytes, _, spans = piece
-        span = spans[0][0]
-        if span.num_bytes < LEAST_PIECE:
-            memory = new_chunk(num_bytes)[:num_bytes]
-            for small, offset in spans:
+    def take_in(self, piece: Piece) -> torch.Tensor:
+        """The bytes of a piece in a chunk, into which it moves if it is in none. Pinning it is up to the caller."""
+        span = piece.spans[0][0]
+        if not piece.is_large:
+            memory = new_chunk(piece.num_bytes)[: piece.num_bytes]
+            for small, offset in piece.spans:
                 self._move(small, memory[offset:])
             return memory
-        if pinned and span.tensors[0].untyped_storage().data_ptr() not in _chunks and not _is_pinned(flat_bytes(span)):
+        if span.tensors[0].untyped_storage().data_ptr() not in _chunks and not _is_pinned(flat_bytes(span)):
             self._move(span, new_chunk(span.phase + span.num_bytes)[span.phase :][: span.num_bytes])
             if self._untrimmed_bytes >= _TRIM_BYTES:
                 self._untrimmed_bytes = 0
                 trim_heap()
-            span = spans_of(span.tensors)[0]
+            (span,) = spans_of(span.tensors)
         return flat_bytes(span)
 
-    def share(self, source: Unpinned) -> torch.Tensor | None:
+    def _move(self, span: Span, target: torch.Tensor) -> None:
+        file = self._files.find(span).file
+        if file is not None:
+            file.check()
+        move(span, _own_storage(target[: span.num_bytes]) if span.num_bytes else target[:0])
+        self._untrimmed_bytes += span.num_bytes
+        self._stage.stats.copied_bytes += span.num_bytes
+
+    def shared(self, piece: Piece) -> torch.Tensor | None:
         """A copy of what is in files that other processes may use too. None if there is none, or if the weights are
         not what the files hold."""
+        if not self._shares:
+            return None
+        source = self.in_place(piece)
         files = [(at, part.file, part.offset, part.num_bytes) for at, part in source.parts if part.file is not None]
-        if not self.shares or len(files) < len(source.parts) or not source.num_bytes:
+        if len(files) < len(source.parts) or not source.num_bytes:
             return None
 
         def fill(memory: torch.Tensor) -> None:
@@ -121,16 +140,16 @@ class HostMemory:
             self._stage.stats.copied_bytes += source.num_bytes
 
         identity = [(at, offset, num_bytes, *file.identity) for at, file, offset, num_bytes in files]
-        shared = shared_copy(identity, source.num_bytes, fill)
-        if shared is None:
+        mapped = shared_copy(identity, source.num_bytes, fill)
+        if mapped is None:
             return None
-        copy = _whole(shared)[: source.num_bytes]
+        copy = _whole(mapped)[: source.num_bytes]
         for at, part in source.parts:
             if part.file is not None:
                 part.file.check()
             if not torch.equal(copy[at : at + part.num_bytes], part.memory):
                 return None
-        _chunks[copy.data_ptr()] = shared
+        _chunks[copy.data_ptr()] = mapped
         self._stage.stats.shared_bytes += source.num_bytes
         return copy
 
@@ -140,37 +159,7 @@ class HostMemory:
         is_in_files = any(source.file is not None for source in sources)
         return sum(source.num_bytes for source in sources if source.file is None) if is_in_files else sys.maxsize
 
-    def release(self, sources: Iterable[torch.Tensor | Unpinned], used: Iterable[torch.Tensor | Unpinned] = ()) -> None:
-        """Unpin the chunks that hold these bytes, which nobody needs any more, but for those that are `used`."""
-        chunks = {id(chunk): chunk for source in sources if (chunk := _chunk_of(source)) is not None}
-        for source in used:
-            chunks.pop(id(_chunk_of(source)), None)
-        starts = [start for chunk in chunks.values() if (start := _whole(chunk).data_ptr()) in self._pinned]
-        if starts:
-            gone = {start: self._pinned.pop(start) for start in starts}
-            self._stage.stats.pinned_bytes -= _sum(gone.values())
-            _unpin(self._stage, gone)
-
-    def follow(self, tiers: TierPlan, *, shares: bool) -> None:
-        """Provide the buffers that what is not pinned passes through."""
-        self.shares = shares
-        num_bytes = tiers.buffer_bytes
-        if num_bytes != sum(buffer.numel() for buffer in self._buffers[:1]):
-            self._stage.pass_through(())
-            self.release(self._buffers)
-            self._buffers = [new_chunk(num_bytes)[:num_bytes] for _ in range(NUM_BUFFERS if num_bytes else 0)]
-            self.pin(self._buffers)
-            self._stage.pass_through(self._buffers)
-
-    def _move(self, span: Span, target: torch.Tensor) -> None:
-        file = self._files.find(span).file
-        if file is not None:
-            file.check()
-        move(span, _own_storage(target[: span.num_bytes]) if span.num_bytes else target[:0])
-        self._untrimmed_bytes += span.num_bytes
-        self._stage.stats.copied_bytes += span.num_bytes
-
-    def pin(self, sources: Iterable[torch.Tensor | Unpinned]) -> None:
+    def pin(self, sources: Iterable[Source]) -> None:
         """Pin the chunks that hold these bytes, as far as the limit allows."""
         memories = [source for source in sources if isinstance(source, torch.Tensor) and not _is_pinned(source)]
         found = [_whole(held) for memory in memories if (held := _chunk_of(memory)) is not None]
@@ -197,6 +186,17 @@ class HostMemory:
                 stacklevel=2,
             )
 
+    def release(self, sources: Iterable[Source], used: Iterable[Source] = ()) -> None:
+        """Unpin the chunks that hold these bytes, which nobody needs any more, but for those that are `used`."""
+        chunks = {id(chunk): chunk for source in sources if (chunk := _chunk_of(source)) is not None}
+        for source in used:
+            chunks.pop(id(_chunk_of(source)), None)
+        starts = [start for chunk in chunks.values() if (start := _whole(chunk).data_ptr()) in self._pinned]
+        if starts:
+            gone = {start: self._pinned.pop(start) for start in starts}
+            self._stage.stats.pinned_bytes -= _sum(gone.values())
+            _unpin(self._stage, gone)
+
     def close(self) -> None:
         """Unpin everything."""
         self._finalizer()
@@ -219,7 +219,7 @@ def _sum(chunks: Iterable[torch.UntypedStorage]) -> int:
     return sum(chunk.nbytes() for chunk in chunks)
 
 
-def _chunk_of(source: torch.Tensor | Unpinned) -> mmap.mmap | None:
+def _chunk_of(source: Source) -> mmap.mmap | None:
     """The chunk that a source is in, if any."""
     return None if isinstance(source, Unpinned) else _chunks.get(source.untyped_storage().data_ptr())
 
@@ -259,18 +259,3 @@ def _own_storage(part: torch.Tensor) -> torch.Tensor:
     own = torch.frombuffer(memory, dtype=torch.uint8, offset=line * LINE, count=phase + part.numel())
     _chunks[own.data_ptr()] = memory
     return own[phase:]
-
-
-def move_to_host(span: Span, phase: int) -> None:
-    """Move tensors from any device into their own host memory, which begins at `phase` in a cache line."""
-    memory = torch.empty(span.num_bytes + 2 * LINE, dtype=torch.uint8, device="cpu")
-    move(span, memory[-memory.data_ptr() % LINE + phase :][: span.num_bytes])
-
-
-def move(span: Span, target: torch.Tensor) -> None:
-    """Move the tensors of a span into other memory, with the same distances between them."""
-    target.copy_(flat_bytes(span))
-    for tensor, offset in [(tensor, span.offset(tensor)) for tensor in span.tensors]:
-        start = (target.storage_offset() + offset) // tensor.element_size()
-        empty = torch.empty(0, dtype=tensor.dtype, device=target.device)
-        tensor.data = empty.set_(target.untyped_storage(), start, tensor.shape, tensor.stride())

@@ -1,4 +1,4 @@
-"""Which tensors does a module hold, and how are they laid out in memory?
+"""The tensors that a module holds, and their layout in memory.
 
 Memory is what moves, so tensors that overlap (tied weights, views of one another) form one span and move once. Spans
 are laid out in pieces: each large span is a piece, which can be copied from where it is; all small spans together are
@@ -11,8 +11,10 @@ multiple of eight bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -27,8 +29,11 @@ ALIGNMENT = 512
 """Every tensor on the device starts at a multiple of this, as in torch's own allocator, so kernels are the same."""
 LINE = 64
 """Bytes of a cache line."""
-LEAST_PIECE = 2**20
+MIN_PIECE = 2**20
 """Spans of at least this many bytes are a piece each."""
+
+
+# ------------------------------------------------------------------------------------------------ what a module holds
 
 
 def held_by(module: torch.nn.Module, skip: Collection[int] = ()) -> list[torch.Tensor]:
@@ -59,6 +64,15 @@ def _collect(module: torch.nn.Module, skip: Collection[int], found: dict[int, to
             _collect(child, skip, found)
 
 
+def _parts(module: torch.nn.Module, skip: Collection[int]) -> Iterator[torch.nn.Module]:
+    """A module and those in it, less what is left out."""
+    if id(module) not in skip:
+        yield module
+        for child in module._modules.values():
+            if child is not None:
+                yield from _parts(child, skip)
+
+
 def cast_for_calls(module: torch.nn.Module) -> frozenset[int]:
     """The ids of tensors that diffusers casts for each call and back (layerwise casting)."""
     cast = [part for part in module.modules() if compute_dtype(part) is not None]
@@ -68,7 +82,7 @@ def cast_for_calls(module: torch.nn.Module) -> frozenset[int]:
 class TensorFinder:
     """Finds the tensors of a module again. That is quick as long as the module holds the same parts."""
 
-    def __init__(self, module: torch.nn.Module, skip: Callable[[], Collection[int]]) -> None:
+    def __init__(self, module: torch.nn.Module, skip: Callable[[], Collection[int]] = lambda: ()) -> None:
         self._module, self._skip = module, skip
         self._skipped: Collection[int] | None = None
         self._tensors: list[torch.Tensor] = []
@@ -81,11 +95,12 @@ class TensorFinder:
         skip = self._skip()
         if skip is not self._skipped or not self._is_same():
             self._skipped, self._tensors = skip, held_by(self._module, skip)
+            parts = list(_parts(self._module, skip))
             tables: list[dict[str, Any]] = [
-                table for part in self._module.modules() for table in (part._parameters, part._buffers, part._modules)
+                table for part in parts for table in (part._parameters, part._buffers, part._modules)
             ]
             tables += take_apart(self._tensors).tables
-            beside = [(part, kept_beside_weights(part)) for part in self._module.modules()]
+            beside = [(part, kept_beside_weights(part)) for part in parts]
             self._beside = [(part, tensors) for part, tensors in beside if tensors]
             self._held = [(table, list(table.values())) for table in tables if table]
             self._empty = [table for table in tables if not table]
@@ -109,8 +124,7 @@ def owners_of(module: torch.nn.Module, skip: Collection[int] = ()) -> list[torch
     ]
 
 
-def _is_at_an_element(tensor: torch.Tensor) -> bool:
-    return tensor.data_ptr() % tensor.element_size() == 0
+# ------------------------------------------------------------------------------------------------ memory
 
 
 @dataclass(frozen=True)
@@ -124,11 +138,15 @@ class Span:
     @property
     def phase(self) -> int:
         """Where in a cache line it begins; 0 if a tensor is not aligned to its elements, which layouts count."""
-        return self.start % LINE if all(map(_is_at_an_element, self.tensors)) else 0
+        return self.start % LINE if self._is_aligned(0) else 0
 
-    def offset(self, tensor: torch.Tensor) -> int:
-        """Where in the span a tensor begins."""
-        return tensor.data_ptr() - self.start if self.num_bytes and not tensor.is_meta else 0
+    @property
+    def needs_phase(self) -> bool:
+        """Whether some of its tensors would not be aligned to their elements if it began elsewhere in a line."""
+        return not self._is_aligned(self.start)
+
+    def _is_aligned(self, start: int) -> bool:
+        return all((tensor.data_ptr() - start) % tensor.element_size() == 0 for tensor in self.tensors)
 
 
 def extent(tensor: torch.Tensor) -> int:
@@ -160,7 +178,37 @@ def flat_bytes(span: Span) -> torch.Tensor:
     if not span.num_bytes:
         return flat
     storage = first.untyped_storage()
-    return flat.set_(storage, first.data_ptr() - storage.data_ptr(), (span.num_bytes,), (1,))
+    return flat.set_(storage, span.start - storage.data_ptr(), (span.num_bytes,), (1,))
+
+
+def move(span: Span, target: torch.Tensor) -> None:
+    """Move the tensors of a span into other memory, given as bytes, with the same distances between them."""
+    target.copy_(flat_bytes(span))
+    offsets = [tensor.data_ptr() - span.start if span.num_bytes else 0 for tensor in span.tensors]
+    data = [view_of(target, tensor, offset) for tensor, offset in zip(span.tensors, offsets, strict=True)]
+    set_data(span.tensors, data)
+
+
+def move_to_host(span: Span, phase: int) -> None:
+    """Move tensors from any device into their own host memory, which begins at `phase` in a cache line."""
+    memory = torch.empty(span.num_bytes + 2 * LINE, dtype=torch.uint8, device="cpu")
+    move(span, memory[-memory.data_ptr() % LINE + phase :][: span.num_bytes])
+
+
+def view_of(memory: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:
+    """A tensor with the dtype, shape and strides of another, at a byte offset of some memory."""
+    start, rest = divmod(int(memory.storage_offset()) + offset, like.element_size())
+    assert not rest or not like.numel(), "tensors start where their dtype may"
+    empty = torch.empty(0, dtype=like.dtype, device=memory.device)
+    return empty.set_(memory.untyped_storage(), start, like.shape, like.stride())
+
+
+def set_data(tensors: Iterable[torch.Tensor], data: Iterable[torch.Tensor]) -> None:
+    """Point tensors at other memory, all of them or, if an interrupt comes first, none: Python runs no line between."""
+    deque(map(setattr, tensors, repeat("data"), data), maxlen=0)
+
+
+# ------------------------------------------------------------------------------------------------ pieces
 
 
 class Piece(NamedTuple):
@@ -173,6 +221,11 @@ class Piece(NamedTuple):
     spans: tuple[tuple[Span, int], ...]
     """Its spans, each with its offset. A large span is alone in its piece."""
 
+    @property
+    def is_large(self) -> bool:
+        """Whether it is one large span."""
+        return self.spans[0][0].num_bytes >= MIN_PIECE
+
 
 def lay_out(spans: Iterable[Span], *, in_phase: bool) -> list[Piece]:
     """Arrange spans in pieces, all small ones in the first.
@@ -183,9 +236,9 @@ def lay_out(spans: Iterable[Span], *, in_phase: bool) -> list[Piece]:
     small: list[tuple[Span, int]] = []
     used = 0
     for span in spans:
-        phase = span.phase if in_phase else 0
+        phase = span.phase if in_phase or span.needs_phase else 0
         room = max(-(-(phase + span.num_bytes) // ALIGNMENT), 1) * ALIGNMENT
-        if span.num_bytes < LEAST_PIECE:
+        if span.num_bytes < MIN_PIECE:
             small.append((span, used + phase))
             used += room
         else:

@@ -14,11 +14,11 @@ from ..arch.skeleton import Parts
 from ..core.errors import ModelError, SettingError
 from ..core.settings import parse_bytes
 from ..trace.activations import Activations
-from .ahead import with_time_layers
 from .config import OffloadConfig
+from .host_tiers import TierPlan, plan_tiers, uses_of
 from .planner import OffloadPlan, plan_offload
 from .sizes import format_bytes, measure_components, split_parts
-from .tiers import TierPlan, plan_tiers, uses_of
+from .time_layers import with_time_layers
 
 EXACT = "exact"
 _CLOSE = 1.03

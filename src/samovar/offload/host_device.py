@@ -1,4 +1,4 @@
-"""What stands for a device where there is none? Host memory, in which everything above runs the same, bit for bit."""
+"""A device simulated in host memory, in which everything above runs the same, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .coding import Form, decode_into
+from .device import Buffer, Passage, Stage
+from .layout import ALIGNMENT
 from .ring import ASSUMED_BUS, Mark, Timeline
-from .staging import Passage, Stage
-from .weights import ALIGNMENT
 
 
 def _pass_on(target: torch.Tensor, room: torch.Tensor, form: Form | None) -> None:
@@ -33,25 +33,19 @@ class HostStage(Stage):
         self.registered: dict[int, int] = {}
         """Address and length of pinned ranges."""
         self._capacity, self._lazy = capacity, lazy
-        self._allocated: dict[int, int] = {}
-        """Address and length of allocated memory."""
         self._due: deque[Callable[[], object]] = deque()
         self._done = 0
 
-    def _allocate(self, num_bytes: int) -> torch.Tensor:
+    def _allocate(self, num_bytes: int) -> Buffer:
         if self._capacity is not None and self.stats.held_bytes + num_bytes > self._capacity:
             raise torch.OutOfMemoryError(
                 f"{num_bytes} bytes do not fit: {self.stats.held_bytes} of {self._capacity} are taken."
             )
         flat = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
-        flat = flat[-flat.data_ptr() % ALIGNMENT :][:num_bytes].fill_(255)
-        memory = flat.untyped_storage()
-        self._allocated[memory.data_ptr()] = memory.nbytes()
-        return flat
+        return Buffer(flat[-flat.data_ptr() % ALIGNMENT :][:num_bytes].fill_(255))
 
-    def _free(self, flat: torch.Tensor) -> None:
-        del self._allocated[flat.untyped_storage().data_ptr()]
-        flat.fill_(255)  # NaN in every floating-point type, so that later use shows.
+    def _free(self, memory: Buffer) -> None:
+        memory.flat.fill_(255)  # NaN in every floating-point type, so that later use shows.
 
     def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.timeline.copy(source.numel())
@@ -82,7 +76,7 @@ class HostStage(Stage):
         self._run_until(mark[1])
 
     def _run_until(self, count: int) -> None:
-        while self._done < count:
+        while self._done < count and self._due:
             self._due.popleft()()
             self._done += 1
 
@@ -91,10 +85,6 @@ class HostStage(Stage):
 
     def host_waits(self, mark: Mark) -> None:
         self._run_until(mark[1])
-
-    def is_here(self, tensor: torch.Tensor) -> bool:
-        address = tensor.untyped_storage().data_ptr()
-        return any(start <= address < start + num_bytes for start, num_bytes in self._allocated.items())
 
     def register(self, address: int, num_bytes: int) -> str | None:
         self.registered[address] = num_bytes

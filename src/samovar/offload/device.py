@@ -1,68 +1,61 @@
-"""How do bytes get from the host to the device, and what waits for what?
+"""A device that weights are copied to, with a queue for copies and one for compute (see `ring.DeviceQueues`).
 
-A `Stage` is a device with a queue for copies and one for compute (see `ring.DeviceQueues`). `CudaStage` is a GPU with
-its own stream for copies. `HostStage` simulates a device in host memory: it makes real copies, overwrites freed memory,
-and has a clock for the bus, so everything above it runs the same, bit for bit, without a GPU.
+`CudaStage` is a GPU with its own stream for copies. `HostStage` simulates a device in host memory: it makes real
+copies, overwrites freed memory, and has a clock for the bus, so everything above it runs the same, bit for bit, without
+a GPU.
 
 Memory is allocated and freed only here, and that is where the queues meet: copies into new memory wait for earlier
 compute in it, and compute in freed memory waits for running copies into it. In between, the ring's marks order them.
 
-Coded weights are copied into a staging area first, and decoded from there to where they belong. Only the decoding waits
-for compute: copies run ahead as far as the area has room. While it is open everything small takes that way. Where the
-host is what a forward waits for (`in_groups`), several go together, which takes it less time; else each goes by itself,
-which keeps the bus busier.
+Compressed weights are copied into a staging area first, and decoded from there to where they belong. Only the decoding
+waits for compute: copies run ahead as far as the area has room. While it is open everything small takes that way, and
+small copies go several at a time, which takes the host less time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from ..core.errors import SettingError
 from .coding import Coded, Form, encode
 from .files import READERS, Unpinned
+from .layout import ALIGNMENT
 from .ring import DeviceQueues, Mark, RingSpace
 from .stats import OffloadStats
-from .weights import ALIGNMENT
 
-_MOST_RANGES = 4096
+_MAX_RANGES = 4096
+_TOGETHER = 2**25
+"""Bytes of small copies that go through the staging area together."""
 
 
 class Buffer:
     """A range of device memory."""
 
-    def __init__(self, flat: torch.Tensor) -> None:
-        self.flat = flat
-        self._storage = flat.untyped_storage()
-        self._start = int(flat.storage_offset())
+    def __init__(self, flat: torch.Tensor, stream: Any = None) -> None:
+        self.flat, self.stream = flat, stream
+        self.num_bytes = flat.numel()
         self._ranges: dict[tuple[int, int], torch.Tensor] = {}
 
     def range(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Some of its bytes. The same ones are asked for again and again, and looking them up is quicker."""
         found = self._ranges.get((offset, num_bytes))
         if found is None:
-            if len(self._ranges) >= _MOST_RANGES:
+            if len(self._ranges) >= _MAX_RANGES:
                 self._ranges.clear()
             found = self._ranges[offset, num_bytes] = self.flat[offset : offset + num_bytes]
         return found
 
-    def view(self, like: torch.Tensor, offset: int) -> torch.Tensor:
-        """A tensor with the dtype, shape and strides of another, at a byte offset of this memory. A parameter that
-        takes one made in inference mode would be bound to it."""
-        start, rest = divmod(self._start + offset, like.element_size())
-        assert not rest, "tensors start where their dtype may"
-        empty = torch.empty(0, dtype=like.dtype, device=self.flat.device)
-        return empty.set_(self._storage, start, like.shape, like.stride())
-
-    def part(self, offset: int, num_bytes: int) -> Buffer:
-        """Some of it as a storage of its own: `torch.save` writes whole storages."""
-        return Buffer(from_dlpack(self.flat[offset : offset + num_bytes]))
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in it."""
+        return 0 <= tensor.data_ptr() - self.flat.data_ptr() < max(self.num_bytes, 1)
 
 
 class _Area:
@@ -70,9 +63,9 @@ class _Area:
 
     def __init__(self, memory: Buffer) -> None:
         self.memory = memory
-        self.largest = memory.flat.numel() // 2
+        self.largest = memory.num_bytes // 2
         """What it takes at once, with room for as much beside it."""
-        self._space = RingSpace(memory.flat.numel())
+        self._space = RingSpace(memory.num_bytes)
         self._left: deque[Mark] = deque()
         """When what is in it will have left it, oldest first."""
 
@@ -95,46 +88,68 @@ class _Area:
         self._left.extend([mark] * count)
 
 
-Passage = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Form | None]
-"""Where bytes belong, their room in the area, where they come from, and how they are coded."""
+class Passage(NamedTuple):
+    """Bytes on their way through the area."""
+
+    target: torch.Tensor
+    room: torch.Tensor
+    source: torch.Tensor
+    form: Form | None
+    """How they are coded."""
 
 
 class Stage(DeviceQueues):
     """A device that weights are copied to."""
 
     keeps_phase = False
-    """Whether weights keep their phase (see `weights`) there, or begin where torch's allocator would put them."""
+    """Whether weights keep their phase (see `layout`) there, or begin where torch's allocator would put them."""
+    is_real = False
+    """Whether its times and its memory are those of a card, so that figures are worth keeping."""
+    decodes_fast = False
+    """Whether decoding takes less time than it saves."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stats = OffloadStats()
+        self._held: weakref.WeakSet[Buffer] = weakref.WeakSet()
         self._area: _Area | None = None
-        self.in_groups = False
-        """Whether coded weights go through the staging area several at a time."""
         self._group: list[Passage] = []
         """What will go through the area next, together."""
-        self._group_bytes = 0
         self._buffers: deque[tuple[torch.Tensor, Mark]] = deque()
         """Pinned memory that unpinned bytes pass through, each with when the device has read it."""
 
-    def pass_through(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Use these buffers for bytes that are not in pinned memory; with none, no more."""
-        self.synchronize()
-        self._buffers = deque((buffer, None) for buffer in buffers)
+    # ------------------------------------------------------------------------------------------------ memory
 
     def allocate(self, num_bytes: int) -> Buffer:
         """Memory to copy into. Raises torch.OutOfMemoryError, and changes nothing, if there is not enough."""
         with torch.inference_mode(False):
-            buffer = Buffer(self._allocate(num_bytes))
-        self.stats.held_bytes += num_bytes
-        self.stats.peak_held_bytes = max(self.stats.peak_held_bytes, self.stats.held_bytes)
+            buffer = self._allocate(num_bytes)
+        self._held.add(buffer)
+        self._count_held()
         self.copies_wait(self.mark_computed())
         return buffer
 
     def free(self, memory: Buffer) -> None:
         self.compute_waits(self.mark_copied())
-        self.stats.held_bytes -= memory.flat.numel()
-        self._free(memory.flat)
+        self._held.discard(memory)
+        self._count_held()
+        self._free(memory)
+
+    def _count_held(self) -> None:
+        # Not a running sum: an interrupt may have lost a buffer.
+        self.stats.held_bytes = sum(buffer.num_bytes for buffer in self._held)
+        self.stats.peak_held_bytes = max(self.stats.peak_held_bytes, self.stats.held_bytes)
+
+    def is_here(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on this device rather than on the host."""
+        return any(buffer.holds(tensor) for buffer in self._held)
+
+    # ------------------------------------------------------------------------------------------------ copies
+
+    def pass_through(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Use these buffers for bytes that are not in pinned memory; with none, no more."""
+        self.synchronize()
+        self._buffers = deque((buffer, None) for buffer in buffers)
 
     def send(self, buffer: Buffer, offset: int, source: torch.Tensor | Unpinned, form: Form | None = None) -> None:
         """Copy bytes from the host, at the latest after `flush` or a mark. With a form they are coded, and decoded when
@@ -143,7 +158,6 @@ class Stage(DeviceQueues):
             self._send_unpinned(buffer, offset, source)
             return
         num_bytes = source.numel() if form is None else form.raw_bytes
-        target = buffer.range(offset, num_bytes)
         self.stats.sent_bytes += source.numel()
         if form is not None:
             self.stats.coded_bytes += source.numel()
@@ -151,12 +165,12 @@ class Stage(DeviceQueues):
             if self._area is None or source.numel() > self._area.largest:  # It has grown since.
                 self.close_area()
                 self.open_area(source.numel())
-        self._send_now(target, source, form)
+        self._send_now(buffer.range(offset, num_bytes), source, form)
 
     def _send_unpinned(self, memory: Buffer, offset: int, source: Unpinned) -> None:
         """Read bytes and copy them to the device, a buffer at a time: while the device takes one, the host fills the
         next."""
-        self._send_group()
+        self.flush()
         self.stats.sent_bytes += source.num_bytes
         room = self._buffers[0][0].numel()
         with ThreadPoolExecutor(READERS) as threads:
@@ -173,55 +187,55 @@ class Stage(DeviceQueues):
     def _send_now(self, target: torch.Tensor, source: torch.Tensor, form: Form | None) -> None:
         area, num_bytes = self._area, source.numel()
         if area is None or num_bytes > area.largest:
-            self._send_group()
+            self.flush()
             self._send(target, source)
             return
-        if self._group_bytes + num_bytes > area.largest:
-            self._send_group()
+        together = sum(passage.source.numel() for passage in self._group) + num_bytes
+        if together > area.largest:
+            self.flush()
         room = area.take(num_bytes, self._area_waits)
         if room is None:  # The group itself is in the way.
-            self._send_group()
+            self.flush()
             room = area.take(num_bytes, self._area_waits)
-            assert room is not None, "two of the largest have room"
-        self._group.append((target, room, source, form))
-        self._group_bytes += num_bytes
-        if not self.in_groups:
-            self._send_group()
+        if room is None:  # An interrupt came before it was noted when something would leave.
+            self.synchronize()
+            self._area = area = _Area(area.memory)
+            room = area.take(num_bytes, self._area_waits)
+        assert room is not None, "two of the largest have room"
+        self._group.append(Passage(target, room, source, form))
+        if together >= _TOGETHER:
+            self.flush()
 
-    def _send_group(self) -> None:
+    def flush(self) -> None:
         """Send what was put together so far."""
         if self._group:
             assert self._area is not None
-            group, self._group, self._group_bytes = self._group, [], 0
+            group, self._group = self._group, []
             self._send_through(group)
             self._area.leaves(len(group), self._mark_copied())
 
-    def flush(self) -> None:
-        self._send_group()
-
     def mark_copied(self) -> Mark:
-        self._send_group()
+        self.flush()
         return self._mark_copied()
 
     def copies_wait(self, mark: Mark) -> None:
-        self._send_group()
+        self.flush()
         self._copies_wait(mark)
 
     def open_area(self, largest: int) -> None:
         """Allocate the staging area for coded weights of up to `largest` bytes; none if that is 0."""
         if largest:
             memory = self.allocate(2 * (-(-largest // ALIGNMENT) * ALIGNMENT))
-            self._send_group()
             self._open_area()
             self._area = _Area(memory)
 
     @property
     def area_bytes(self) -> int:
-        return 0 if self._area is None else self._area.memory.flat.numel()
+        return 0 if self._area is None else self._area.memory.num_bytes
 
     def close_area(self) -> None:
         """Free the staging area, if there is one."""
-        self._send_group()
+        self.flush()
         area, self._area = self._area, None
         if area is not None:
             self._close_area()
@@ -231,8 +245,11 @@ class Stage(DeviceQueues):
         """Code bfloat16 weights from the host; None if that gains too little."""
         return encode(words)
 
-    decodes_fast = False
-    """Whether decoding takes less time than it saves."""
+    def num_coders(self) -> int:
+        """How many threads may do so at once. Most of the time goes into copies, and into new pages."""
+        return 1
+
+    # ------------------------------------------------------------------------------------------------ what it must do
 
     def _open_area(self) -> None:
         """Order what is sent from now on after what was sent before."""
@@ -255,17 +272,13 @@ class Stage(DeviceQueues):
     def _copies_wait(self, mark: Mark) -> None: ...
 
     @abstractmethod
-    def _allocate(self, num_bytes: int) -> torch.Tensor: ...
+    def _allocate(self, num_bytes: int) -> Buffer: ...
 
-    @abstractmethod
-    def _free(self, flat: torch.Tensor) -> None: ...
+    def _free(self, memory: Buffer) -> None:
+        """Memory that nobody uses any more goes when it is let go of."""
 
     @abstractmethod
     def _send(self, target: torch.Tensor, source: torch.Tensor) -> None: ...
-
-    @abstractmethod
-    def is_here(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on this device rather than on the host."""
 
     @abstractmethod
     def register(self, address: int, num_bytes: int) -> str | None:
@@ -290,9 +303,19 @@ class Stage(DeviceQueues):
     @abstractmethod
     def seconds_between(self, start: Any, end: Any) -> float: ...
 
+    # ------------------------------------------------------------------------------------------------ its memory
+
+    @property
+    def name(self) -> str:
+        """What it is called, with all on which the figures that are kept of it depend."""
+        return "a simulated device"
+
     @abstractmethod
     def peak_bytes(self) -> int:
         """Peak memory in use since the last call, by anyone; our own copies on a simulated device."""
+
+    def count_peak(self) -> None:
+        """Bring the statistics of memory up to date."""
 
     def used_bytes(self) -> int:
         """Memory in use now, of which the next peak is counted."""
@@ -303,11 +326,24 @@ class Stage(DeviceQueues):
     def free_bytes(self) -> int | None:
         """Bytes available on the device, including what torch holds in reserve; None if unlimited."""
 
+    def refusals(self) -> int:
+        """How often memory was asked for that was not there, also by those who then took less."""
+        return 0
+
+    def within(self, budget_bytes: int) -> contextlib.AbstractContextManager[None]:
+        """Inside, torch holds no more than this beside what others have here."""
+        return contextlib.nullcontext()
+
+    def note_others(self) -> None:
+        """Take what is used now beside our weights as what others have."""
+
     def expand_segments(self) -> None:
         """Have torch's allocator grow its segments, so that it reserves little more than it hands out."""
 
     def release_unused(self) -> None:
         """Give back what torch's allocator holds in reserve."""
+
+    # ------------------------------------------------------------------------------------------------ calls
 
     def begin_call(self) -> None:
         """A component is called, maybe on another stream than the last one: that one's work comes first."""

@@ -1,0 +1,440 @@
+"""Tensors that move together: those of one block, or all of a component that are outside its blocks.
+
+Between calls the truth is on the host. Parameters and buffers stay the same objects; only for a call are they pointed
+at device memory, in a ring or their own, and what the call has changed is copied back. So `state_dict`, adapters and
+everything else that looks at weights between calls sees and changes the one true copy, and a device copy is dropped
+without a thought.
+
+Before a group is used it is compared with the model: adapters may have come or gone, weights been replaced
+(`to(dtype)`, `load_state_dict`) or written to, and what the model holds now counts.
+
+An interrupt may come between any two lines. What is lent is noted before it is, all tensors of a group change places at
+once, and what a group knows is replaced as a whole: so whatever was done, the way back to the host is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.tensor_parts import Wrapper, bits, plainly, take_apart
+from .coding import Coded, Form
+from .compressed import CodedFile, compress
+from .device import Buffer, Stage
+from .files import ModelFile, Unpinned
+from .host_tiers import Tier
+from .layout import Piece, Span, lay_out, move_to_host, set_data, spans_of, view_of
+from .pinned import HostMemory, Source
+from .ring import Mark
+from .seen import Seen, versions_of
+
+_MAX_VIEWS = 16
+"""Places in the ring for which views are kept: making them takes the host longer than all else that it does."""
+_dtype = attrgetter("dtype")
+
+
+class Wire(NamedTuple):
+    """A piece as it crosses the bus."""
+
+    source: Source
+    seen: Seen
+    """The weights as they were when it was made."""
+    form: Form | None = None
+    """How it is compressed."""
+    copied_from: Piece | None = None
+    """Where the weights are, if it is a copy of them."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What the model holds, and where that is on the host."""
+
+    found: Sequence[torch.Tensor] = ()
+    """Parameters and buffers."""
+    tensors: Sequence[torch.Tensor] = ()
+    """What they are made of."""
+    hosts: Sequence[torch.Tensor] = ()
+    """The data of each on the host."""
+    places: Sequence[tuple[int, int]] = ()
+    """The piece that each is in, and where in it."""
+    wrappers: Sequence[Wrapper] = ()
+    counted: Sequence[torch.Tensor] = ()
+    """Where torch counts changes: of a wrapper, there and not in what it is made of."""
+    cast: Collection[int] = ()
+    """The ids of those that are cast for each call and back."""
+    wires: Sequence[Wire] = ()
+    starts: Sequence[int] = ()
+    """Where in each piece what crosses the bus begins."""
+    sizes: Sequence[int] = ()
+    files: Sequence[ModelFile] = ()
+    """Those that weights are read from."""
+    how: tuple[bool, Tier] = (False, "pinned")
+    """Whether it is compressed, and where it is kept."""
+
+
+@dataclass(eq=False)
+class _Own:
+    """A copy in device memory of its own."""
+
+    buffer: Buffer
+    changes: int
+    """The group's when the memory was allocated."""
+    views: Sequence[torch.Tensor] | None = None
+    """The tensors there; None before they are sent."""
+    arrived: Mark = None
+    """When all of it is there; None if that was waited for."""
+
+
+class WeightGroup:
+    """Tensors that come to the device and leave it together."""
+
+    def __init__(
+        self,
+        name: str,
+        find: Callable[[], list[torch.Tensor]],
+        stage: Stage,
+        host: HostMemory,
+        find_cast: Callable[[], Collection[int]] = frozenset,
+    ) -> None:
+        """`find` looks up the tensors as the model holds them now; they are moved as what they are made of.
+        `find_cast`: the ids of those that are cast for each call and back."""
+        self.name = name
+        self.tier: Tier = "pinned"
+        self.is_coded = False
+        """Whether pieces cross the bus compressed if that gains enough. Then the copy that is pinned is that one."""
+        self.file: CodedFile | None = None
+        """Where compressed copies are looked for, and kept."""
+        self.is_due = False
+        """Whether a closer look at its weights is due: once a run."""
+        self._find, self._find_cast, self._stage, self._host = find, find_cast, stage, host
+        self._held = _Held()
+        self._changes = 0
+        self._phases: dict[int, int] = {}
+        """By tensor id, where in a cache line its data began before we moved it."""
+        self._lent: tuple[Sequence[torch.Tensor], list[int]] | None = None
+        """While it is called: its data on the device, and the counts of changes before."""
+        self._own: _Own | None = None
+        self._views: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        """Its tensors in the ring, by the offsets of its pieces there."""
+        self._viewed: Buffer | None = None
+
+    # ------------------------------------------------------------------------------------------------ on the host
+
+    @property
+    def pieces(self) -> Sequence[int]:
+        """Bytes of device memory that each piece takes."""
+        return self._held.sizes
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._held.sizes)
+
+    @property
+    def sources(self) -> list[Source]:
+        """The host bytes of each piece as they cross the bus."""
+        return [wire.source for wire in self._held.wires]
+
+    @property
+    def largest_coded(self) -> int:
+        """Bytes of the largest piece that crosses the bus compressed."""
+        return max((wire.source.numel() for wire in self._held.wires if isinstance(wire.source, torch.Tensor)
+                    and wire.form is not None), default=0)  # fmt: skip
+
+    def prepare(self) -> int:
+        """Take over what the model holds now; returns how many changes were seen so far."""
+        changes = self._changes
+        if self.update() != changes and self.tier == "pinned":
+            self._host.pin(self.sources)
+        return self._changes
+
+    def update(self) -> int:
+        """The same, where pinning is up to the caller."""
+        self.give_back()  # If a call was interrupted.
+        self.check_files()
+        is_due, self.is_due = self.is_due, False
+        if not self._is_in_place():
+            self._adopt()
+        else:
+            is_same = [wire.seen.is_same(thorough=is_due) for wire in self._held.wires]
+            if not all(is_same):
+                self._renew(is_same)
+        return self._changes
+
+    def check_files(self) -> None:
+        """Refuse files that have changed, before their pages are touched."""
+        for file in self._held.files:
+            file.check()
+
+    @plainly
+    def _is_in_place(self) -> bool:
+        """Whether the model holds the same tensors, where they were."""
+        held = self._held
+        if self._find() is not held.found or held.how != (self.is_coded, self.tier):
+            return False
+        is_set = all(map(torch.Tensor.is_set_to, held.tensors, held.hosts))
+        return is_set and all(map(is_, map(_dtype, held.tensors), map(_dtype, held.hosts)))
+
+    @plainly
+    def _adopt(self) -> None:
+        """Take over the tensors that the model holds now."""
+        found = self._find()
+        tensors, wrappers, _ = take_apart(found)
+        self._bring_home(tensors)
+        pieces = lay_out(spans_of(tensors), in_phase=self._stage.keeps_phase)
+        wrapped = [wrapper.tensor for wrapper in wrappers]
+        with self._host.adopting():
+            coded = self._compressed(pieces)
+            wires = [self._wire(p, coded.get(index), wrapped[: 0 if index else None]) for index, p in enumerate(pieces)]
+        placed = _places_in(pieces)
+        tensors = [tensor for tensor, _ in placed]
+        read = [wire.source for wire in wires if isinstance(wire.source, Unpinned)]
+        before, self._held = self._held, _Held(
+            found,
+            tensors,
+            hosts=[tensor.data for tensor in tensors],
+            places=[place for _, place in placed],
+            wrappers=wrappers,
+            counted=[*tensors, *wrapped],
+            cast=self._find_cast(),
+            wires=wires,
+            starts=[piece.start for piece in pieces],
+            sizes=[piece.num_bytes for piece in pieces],
+            files=list({file for source in read for file in source.files}),
+            how=(self.is_coded, self.tier),
+        )  # fmt: skip
+        self._changes += 1
+        self._follow()
+        self.forget_views()
+        self._host.release((wire.source for wire in before.wires), self.sources)
+
+    def _bring_home(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Move those of some tensors to the host that are elsewhere."""
+        for tensor in tensors:
+            self._phases.setdefault(id(tensor), Span(tensor.data_ptr(), 0, (tensor,)).phase)
+        for span in spans_of(t for t in tensors if t.device.type != "cpu" or self._stage.is_here(t)):
+            move_to_host(span, self._phase_before(span))
+
+    def _compressed(self, pieces: Sequence[Piece]) -> dict[int, Coded]:
+        """The compressed copies of pieces, by their number. Those of weights that are as they were are there."""
+        if not self.is_coded or self.tier != "pinned":
+            return {}
+        known = {
+            wire.copied_from.spans[0][0].start: Coded(wire.form, wire.source)
+            for wire in self._held.wires
+            if wire.copied_from is not None and wire.form is not None and isinstance(wire.source, torch.Tensor)
+            and wire.seen.is_same(thorough=True)
+        }  # fmt: skip
+
+        def made(piece: Piece) -> Coded | None:
+            with torch.inference_mode(False):  # It is a state of the thread.
+                return known.get(piece.spans[0][0].start) or compress(piece, self._stage, self.file)
+
+        with ThreadPoolExecutor(self._stage.num_coders()) as threads:
+            found = enumerate(threads.map(made, pieces))
+            return {index: coded for index, coded in found if coded is not None}
+
+    def _wire(self, piece: Piece, coded: Coded | None = None, wrapped: Sequence[torch.Tensor] = ()) -> Wire:
+        """A piece as it is to cross the bus: compressed, as a copy that other processes may use, from where it is, or
+        from a chunk into which it moves."""
+        tensors = [tensor for span, _ in piece.spans for tensor in span.tensors]
+        if self.tier != "pinned":
+            return Wire(self._host.in_place(piece), Seen(tensors, wrapped), copied_from=piece)
+        if coded is not None:
+            return Wire(coded.data, Seen(tensors, wrapped), coded.form, piece)
+        shared = self._host.shared(piece)
+        if shared is not None:
+            return Wire(shared, Seen(tensors, wrapped), copied_from=piece)
+        memory = self._host.take_in(piece)
+        return Wire(memory, Seen(tensors, wrapped))
+
+    @plainly
+    def _renew(self, is_same: Sequence[bool]) -> None:
+        """Some weights were written to."""
+        before = self._held.wires
+        wires = [wire if same else self._renewed(wire) for wire, same in zip(before, is_same, strict=True)]
+        self._held = replace(self._held, wires=wires)
+        self._changes += 1
+        self._host.release((wire.source for wire in before), self.sources)
+
+    def _renewed(self, wire: Wire) -> Wire:
+        piece = wire.copied_from
+        if piece is None:
+            return wire._replace(seen=wire.seen.again())
+        coded = None if wire.form is None else compress(piece, self._stage, None)
+        return self._wire(piece, coded, [wrapper.tensor for wrapper in self._held.wrappers])
+
+    @plainly
+    def anonymous_bytes(self) -> int:
+        """Bytes of it that are in memory alone, and in no file."""
+        self.give_back()
+        return self._host.anonymous_bytes(take_apart(self._find()).plain)
+
+    def edits(self) -> int:
+        """A number that changes when torch counts a change of one of the tensors."""
+        return sum(versions_of(self._held.counted))
+
+    def _follow(self) -> None:
+        for wrapper in self._held.wrappers:
+            wrapper.follow()
+
+    @plainly
+    def restore(self) -> None:
+        """Let go for good: tensors begin where in a cache line they did before."""
+        self.give_back()
+        self.unload()
+        for span in spans_of(self._held.tensors):
+            if span.phase != self._phase_before(span):
+                move_to_host(span, self._phase_before(span))
+        self._held, self._phases = _Held(), {}
+        self.forget_views()
+
+    def _phase_before(self, span: Span) -> int:
+        return self._phases.get(id(span.tensors[0]), span.phase)
+
+    # ------------------------------------------------------------------------------------------------ for a call
+
+    def send(self, piece: int, memory: Buffer, offset: int) -> None:
+        """Start to copy one piece."""
+        held = self._held
+        wire = held.wires[piece]
+        self._stage.send(memory, offset + held.starts[piece], wire.source, wire.form)
+
+    def lend(self, offsets: Sequence[int], memory: Buffer) -> None:
+        """Point the tensors at the device memory that their pieces were sent to."""
+        if memory is not self._viewed or len(self._views) >= _MAX_VIEWS:
+            self.forget_views()
+            self._viewed = memory
+        views = self._views.get(tuple(offsets))
+        if views is None:
+            views = self._views[tuple(offsets)] = self._views_of(offsets, memory)
+        self._lend(views)
+
+    @plainly
+    def _views_of(self, offsets: Sequence[int], memory: Buffer) -> list[torch.Tensor]:
+        both = zip(self._held.hosts, self._held.places, strict=True)
+        return [view_of(memory.flat, host, offsets[piece] + offset) for host, (piece, offset) in both]
+
+    def forget_views(self) -> None:
+        """Let go of the ring's memory."""
+        self._views, self._viewed = {}, None
+
+    @property
+    def is_lent(self) -> bool:
+        return self._lent is not None
+
+    @plainly
+    def _lend(self, views: Sequence[torch.Tensor]) -> None:
+        # Noted before it is done: whatever interrupts this, `give_back` finds the way back.
+        self._lent = views, versions_of(self._held.counted)
+        set_data(self._held.tensors, views)
+        self._follow()
+
+    @plainly
+    def give_back(self) -> None:
+        """Point the tensors at the host, if they are lent. What the call has changed is copied there."""
+        if self._lent is None:
+            return
+        held, (views, versions) = self._held, self._lent
+        now = versions_of(held.counted)
+        if now == versions and all(map(torch.Tensor.is_set_to, held.tensors, views)):
+            set_data(held.tensors, held.hosts)  # The usual case, quickly.
+        else:
+            is_counted = now != versions
+            for index, (tensor, host, view) in enumerate(zip(held.tensors, held.hosts, views, strict=True)):
+                self._take_back(tensor, host, view, is_counted, now[index] != versions[index])
+        self._follow()
+        self._lent = None
+
+    def _take_back(
+        self, tensor: torch.Tensor, host: torch.Tensor, view: torch.Tensor, is_counted: bool, is_changed: bool
+    ) -> None:
+        if tensor.is_set_to(host):
+            return  # An interrupt came before it was lent, or after it was given back.
+        is_set = not tensor.is_set_to(view)
+        if is_set and _form(tensor) != _form(host):
+            tensor.data = tensor.data.to(host.device, copy=True)  # `update` will adopt it.
+            return
+        # Batch norms do not have torch count the changes of their statistics, only those of their counter.
+        is_changed = is_changed or (is_counted and not isinstance(tensor, torch.nn.Parameter))
+        # A layer that is cast for its call and back has other data with the same content; to look is to wait.
+        is_other = is_set and id(tensor) not in self._held.cast and not torch.equal(bits(tensor), bits(view))
+        if is_changed or is_other:
+            host.copy_(tensor.data)
+        tensor.data = host
+
+    # ------------------------------------------------------------------------------------------------ a copy of its own
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of its own device memory."""
+        return 0 if self._own is None else self._own.buffer.num_bytes
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether it has a copy there, or on its way."""
+        return self._own is not None and self._own.views is not None
+
+    def is_fresh(self) -> bool:
+        """Whether that is a copy of what the model holds now."""
+        return self.is_sent and self._own is not None and self._own.changes == self.prepare()
+
+    def reserve(self) -> None:
+        """Allocate device memory of its own for what the model holds now."""
+        self.unload()
+        changes = self.prepare()
+        self._own = _Own(self._stage.allocate(self.num_bytes), changes)
+
+    @plainly
+    def load(self) -> None:
+        """Start to copy it there."""
+        if self._own is None or self.is_sent:
+            self.reserve()
+        own = self._own
+        assert own is not None
+        offsets = [sum(self.pieces[:piece]) for piece in range(len(self.pieces))]
+        for piece, offset in enumerate(offsets):
+            self.send(piece, own.buffer, offset)
+        own.arrived = self._stage.mark_copied()
+        own.views = self._views_of(offsets, own.buffer)
+
+    def lend_own(self) -> None:
+        """Point the tensors at that copy, which is there when the device reaches the work enqueued next."""
+        own = self._own
+        assert own is not None
+        assert own.views is not None
+        if own.arrived is not None:
+            self._stage.compute_waits(own.arrived)
+            own.arrived = None
+        self._lend(own.views)
+
+    def unload(self) -> None:
+        """Drop that copy."""
+        self.give_back()
+        own, self._own = self._own, None
+        if own is not None:
+            self._stage.free(own.buffer)
+
+
+def _places_in(pieces: Iterable[Piece]) -> list[tuple[torch.Tensor, tuple[int, int]]]:
+    """The tensors of some pieces, each with its piece and where in that it begins. Those that have moved since have new
+    addresses, but the same order and distances."""
+    placed = []
+    for index, piece in enumerate(pieces):
+        for span, offset in piece.spans:
+            start = min(tensor.data_ptr() for tensor in span.tensors)
+            placed += [(tensor, (index, offset + tensor.data_ptr() - start)) for tensor in span.tensors]
+    return placed
+
+
+def _form(tensor: torch.Tensor) -> Any:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def sources_of(groups: Iterable[WeightGroup]) -> list[Source]:
+    """The host bytes of some groups."""
+    return [source for group in groups for source in group.sources]
