@@ -10,10 +10,7 @@ import pytest
 from lab.tiny import PARAMS, TASKS, MakeRunner, MakeSession
 from pipelines import tiny_flux_pipeline
 from samovar.engine import OmniDiffusionSamplingParams
-from samovar.lab.journal import Journal
-from samovar.lab.runner import Runner
-from samovar.lab.session import Session
-from samovar.lab.tasks import Task
+from samovar.lab import Journal, Runner, Session, Task
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +21,8 @@ def pipeline() -> Any:
 @pytest.fixture
 def make_runner(pipeline: Any) -> MakeRunner:
     def make(steps: int = 10, batch: int = 2) -> Runner:
-        return Runner(
-            params=OmniDiffusionSamplingParams(num_inference_steps=steps, **PARAMS), batch=batch, pipeline=pipeline
-        )
+        params = OmniDiffusionSamplingParams(num_inference_steps=steps, **PARAMS)
+        return Runner(params=params, batch=batch, pipeline=pipeline)
 
     return make
 
@@ -34,9 +30,9 @@ def make_runner(pipeline: Any) -> MakeRunner:
 @pytest.fixture
 def make_session(make_runner: MakeRunner, tmp_path: Path) -> MakeSession:
     def make(
-        steps: int = 10, batch: int = 2, tasks: list[Task] | None = None, name: str = "", is_timed: bool = False
+        steps: int = 10, batch: int = 2, tasks: list[Task] = TASKS, name: str = "", is_timed: bool = False
     ) -> Session:
         journal = Journal(tmp_path / f"state-{name}", {"steps": steps})
-        return Session(make_runner(steps, batch), TASKS if tasks is None else tasks, journal, name, is_timed=is_timed)
+        return Session(make_runner(steps, batch), tasks, journal, name, is_timed=is_timed)
 
     return make
