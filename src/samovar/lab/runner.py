@@ -16,9 +16,10 @@ from ..arch import find_denoisers
 from ..arch.calls import call_parameters
 from ..arch.modules import main_dtype
 from ..arch.skeleton import read_skeleton
-from ..core.errors import ModelError, SettingError
+from ..core.errors import ModelError, SamovarError, SettingError
 from ..core.files import check_names
 from ..engine import Worker, call_pipeline
+from ..engine.failures import failure
 from ..engine.models import fetch_model
 from ..engine.quantize import Quantization
 from ..engine.request import OmniDiffusionSamplingParams, Request
@@ -176,8 +177,14 @@ class Runner:
     def _call(self, tasks: Sequence[Task], steps: int) -> torch.Tensor:
         is_video = self._facts.output.kind == "video"
         how = {"num_inference_steps": steps, "output_type": "np" if is_video else "pt"}
-        call = {**(self._facts.check(Request("", self.params)).arguments or {}), **how}
-        output = call_pipeline(self.pipeline, [task.prompt for task in tasks], [task.seed for task in tasks], call)
+        request = self._facts.check(Request("", self.params))
+        call = {**(request.arguments or {}), **how}
+        try:
+            output = call_pipeline(self.pipeline, [task.prompt for task in tasks], [task.seed for task in tasks], call)
+        except SamovarError:
+            raise
+        except ValueError as error:  # A pipeline of diffusers refuses a setting.
+            raise failure(error, self._facts.class_name, self._facts.output.kind, request, []) from error
         images = getattr(output, self._facts.output.field)
         if is_video and len(images):  # (N, frames, height, width, 3), or a list of videos.
             images = torch.stack([torch.as_tensor(np.asarray(video)) for video in images]).movedim(-1, -3)
