@@ -125,6 +125,7 @@ bench: $(READY)
 bench-gpu: $(READY)
 	$(BIN)/python benchmarks/gpu_cache.py --json benchmarks/results/gpu_cache.json
 	$(BIN)/python benchmarks/gpu_offload.py --json benchmarks/results/gpu_offload.json
+	$(BIN)/python benchmarks/gpu_cards.py --json benchmarks/results/gpu_cards.json
 	$(BIN)/python benchmarks/gpu_coding.py --json benchmarks/results/gpu_coding.json
 	$(BIN)/python benchmarks/gpu_compose.py --json benchmarks/results/gpu_compose.json
 	$(BIN)/python benchmarks/gpu_lora.py --json benchmarks/results/gpu_lora.json

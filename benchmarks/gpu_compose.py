@@ -96,7 +96,7 @@ def build(bench: Bench, name: str) -> EncodeAndDenoise:
     position = 0
     with torch.no_grad():
         for tensor in {id(t): t for t in (*encoder.parameters(), *encoder.buffers())}.values():
-            position = gpu_models._fill(tensor.view(-1), noise, position)
+            position = gpu_models.fill(tensor.view(-1), noise, position)
     transformer = gpu_models.build(name, "cpu", bench.dtype, tiny=bench.tiny)
     return EncodeAndDenoise(encoder, transformer, gpu_models.inputs(name, bench.device, bench.dtype, tiny=bench.tiny))
 
@@ -186,7 +186,7 @@ def save_large_emoji(bench: Bench, folder: Path) -> dict[str, Any]:
             if parameter.ndim == 1:
                 parameter.fill_(1.0 if path.endswith("weight") else 0.0)
             else:
-                position = gpu_models._fill(parameter.view(-1), noise, position)
+                position = gpu_models.fill(parameter.view(-1), noise, position)
     pipe.register_modules(transformer=transformer)
     pipe.save_pretrained(folder)
     return {"denoiser_gib": gib(sum(p.numel() * p.element_size() for p in transformer.parameters()))}

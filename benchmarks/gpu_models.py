@@ -131,11 +131,11 @@ def build(
     stream = (torch.randn(PERIOD, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype).to(device)
     position = 0
     for path, parameter in model.named_parameters():
-        _use_huge_pages(parameter)
+        use_huge_pages(parameter)
         if parameter.ndim == 1:  # Scales of norms, and biases.
             parameter.fill_(1.0 if path.endswith("weight") else 0.0)
         else:
-            position = _fill(parameter.view(-1), stream, position)
+            position = fill(parameter.view(-1), stream, position)
     left = [path for path, module in model.named_modules() if any(map(_is_meta, _held(module)))]
     if left:
         raise RuntimeError(f"{which.model} keeps tensors in {left} that build() does not know how to make.")
@@ -169,7 +169,7 @@ def to_host(model: torch.nn.Module) -> None:
     @torch.no_grad()
     def move(tensor: torch.Tensor) -> None:
         target = torch.empty_like(tensor, device="cpu")
-        _use_huge_pages(target)
+        use_huge_pages(target)
         tensor.data = target.copy_(tensor.detach())
 
     with ThreadPoolExecutor(4) as threads:
@@ -178,7 +178,7 @@ def to_host(model: torch.nn.Module) -> None:
         plainly(wrapper.follow)()
 
 
-def _use_huge_pages(tensor: torch.Tensor) -> None:
+def use_huge_pages(tensor: torch.Tensor) -> None:
     """Ask for huge pages for memory that nobody has touched yet; nothing depends on whether there are any."""
     start, end = -(-tensor.data_ptr() // _HUGE) * _HUGE, tensor.data_ptr() + tensor.numel() * tensor.element_size()
     if tensor.device.type == "cpu" and end > start and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -190,7 +190,7 @@ def _is_meta(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
-def _fill(flat: torch.Tensor, stream: torch.Tensor, position: int) -> int:
+def fill(flat: torch.Tensor, stream: torch.Tensor, position: int) -> int:
     """Fill a tensor from the endless repetition of the stream, from a position on; returns the next position."""
     done = 0
     while done < flat.numel():

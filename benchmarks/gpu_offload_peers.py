@@ -95,7 +95,7 @@ def build_pipeline(bench: Bench) -> EncodeAndDenoise:
     for module in (encoder, transformer):
         module = module.to(bench.dtype).to_empty(device="cpu").eval().requires_grad_(False)
         for tensor in {id(t): t for t in (*module.parameters(), *module.buffers())}.values():
-            gpu_models._use_huge_pages(tensor)
+            gpu_models.use_huge_pages(tensor)
             flat = tensor.view(-1)
             for start in range(0, flat.numel(), len(noise)):
                 flat[start : start + len(noise)].copy_(noise[: flat.numel() - start])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ import torch
 
 import samovar
 import zoo
-from pipelines import PIPELINES
+from pipelines import PIPELINES, tiny_flux_pipeline
 from samovar import (
     BaseState,
+    CacheContext,
     HookRegistry,
     ModelHook,
     ModuleDiscovery,
@@ -70,6 +73,8 @@ class Replace(ModelHook):
 
 
 def test_every_name_is_importable() -> None:
+    assert issubclass(samovar.SequenceParallelSplitHook, ModelHook)
+    assert issubclass(samovar.SequenceParallelGatherHook, ModelHook)
     assert [name for name in NAMES if not hasattr(samovar, name)] == []
     assert samovar.DiffusionParallelConfig is SequenceParallelConfig
 
@@ -168,23 +173,74 @@ def test_teacache_is_applied_and_taken_off() -> None:
     assert (type(model), set(vars(model))) == before
 
 
-def test_an_extractor_of_either_signature_is_chosen_by_the_type_of_the_transformer() -> None:
-    def modulated(module: torch.nn.Module, hidden_states: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
-        return hidden_states * temb.mean()
+class Mine(torch.nn.Module):
+    """A denoiser whose author takes its forward apart."""
 
-    def apart(module: torch.nn.Module, *args: Any, **kwargs: Any) -> samovar.CacheContext:
-        raise AssertionError("nothing is called here")
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+        self.norm = torch.nn.LayerNorm(8)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
 
-    for extractor in (modulated, apart):
-        samovar.register_extractor("Mine", extractor)
-        try:
-            assert samovar.EXTRACTOR_REGISTRY["Mine"] is extractor
-            model, _ = model_of("FluxTransformer2DModel")
-            hook = samovar.apply_teacache_hook(model, TeaCacheConfig(transformer_type="Mine"))
-            assert hook.extractor_fn is extractor
-            assert hook.config.transformer_type == "Mine"
-        finally:
-            del samovar.EXTRACTOR_REGISTRY["Mine"]
+    def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        x = self.enter(hidden_states) + text
+        for block in self.blocks:
+            x = x + 0.1 * block(self.norm(x) * timestep)
+        return self.leave(x)
+
+
+def apart(module: Any, hidden_states: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> CacheContext:
+    x = module.enter(hidden_states) + text
+
+    def run() -> tuple[torch.Tensor, ...]:
+        y = x
+        for block in module.blocks:
+            y = y + 0.1 * block(module.norm(y) * timestep)
+        return (y,)
+
+    return CacheContext(module.norm(x) * timestep, x, None, timestep, run, module.leave)
+
+
+def modulated(module: Any, hidden_states: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+    signal: torch.Tensor = module.transformer_blocks[0].norm1(hidden_states, emb=temb)[0]
+    return signal
+
+
+@torch.no_grad()
+def loop(model: torch.nn.Module, inputs: dict[str, Any], time: str) -> list[torch.Tensor]:
+    """Some steps of a sampler of one's own."""
+    outputs = []
+    for step in range(10):
+        moved = inputs["hidden_states"] + 0.01 * step
+        output = model(**inputs | {"hidden_states": moved, time: torch.tensor([1 - 0.05 * step])})
+        outputs.append(output[0] if isinstance(output, tuple) else getattr(output, "sample", output))
+    return outputs
+
+
+@pytest.mark.parametrize("extractor", [apart, modulated], ids=["a CacheContext", "the modulated input alone"])
+def test_an_extractor_of_either_signature_decides(extractor: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    if extractor is apart:
+        model: torch.nn.Module = Mine()
+        inputs: dict[str, Any] = {"hidden_states": torch.randn(1, 5, 4), "text": torch.ones(1, 1, 8)}
+    else:
+        model, inputs = model_of("FluxTransformer2DModel")
+        inputs["return_dict"] = False
+    exact = loop(model, inputs, "timestep")
+    samovar.register_extractor("ByItsAuthor", extractor)
+    try:
+        assert samovar.EXTRACTOR_REGISTRY["ByItsAuthor"] is extractor
+        config = TeaCacheConfig(rel_l1_thresh=1e9, transformer_type="ByItsAuthor")
+        hook = samovar.apply_teacache_hook(model, config)
+        assert (hook.extractor_fn, hook.config.transformer_type) == (extractor, "ByItsAuthor")
+        outputs = loop(model, inputs, "timestep")
+    finally:
+        del samovar.EXTRACTOR_REGISTRY["ByItsAuthor"]
+    (branch,) = hook.stats().branches.values()
+    assert branch.skipped > branch.computed > 0
+    for record, output, expected in zip(branch.steps, outputs, exact, strict=True):
+        assert torch.equal(output, expected) or not record.computed
+        torch.testing.assert_close(output, expected, rtol=0.2, atol=0.2)
 
 
 def test_a_sequence_is_split_by_a_plan_and_put_together_again() -> None:
@@ -196,10 +252,14 @@ def test_a_sequence_is_split_by_a_plan_and_put_together_again() -> None:
         samovar.apply_sequence_parallel(model, config, plan)
         assert torch.equal(model(**inputs)[0], bare), "one rank has all of it"
         samovar.remove_sequence_parallel(model, plan)
-        samovar.enable_sequence_parallel_for_model(model, config)
-        samovar.disable_sequence_parallel_for_model(model)
-        assert type(model) is before
-        assert torch.equal(model(**inputs)[0], bare)
+        for declared in ("_sp_plan", "_cp_plan"):
+            vars(model)[declared] = plan
+            for config_or_none in (config, None):
+                samovar.enable_sequence_parallel_for_model(model, config_or_none)
+                assert torch.equal(model(**inputs)[0], bare)
+                samovar.disable_sequence_parallel_for_model(model)
+                assert type(model) is before
+            del vars(model)[declared]
 
 
 def test_modules_are_found_as_they_are_declared() -> None:
@@ -234,3 +294,19 @@ def test_settings_of_vllm_omni_are_understood(variable: str, monkeypatch: pytest
     choice = OmniDiffusionConfig(model="emoji", device="cpu").attach_config.cache
     assert choice is not None
     assert choice.backend == "tea_cache"
+
+
+def test_omni_is_called_as_in_vllm_omni(tmp_path: Path) -> None:
+    tiny_flux_pipeline().save_pretrained(tmp_path)
+    small = {"height": 16, "width": 16, "num_inference_steps": 2, "max_sequence_length": 8, "seed": 3}
+    settings = {"cache_backend": "tea_cache", "cache_config": {"rel_l1_thresh": 0.2}, "enable_cpu_offload": True}
+    with samovar.Omni(model=str(tmp_path), dtype="float32", device="cpu", progress=False, **settings) as omni:
+        (result,) = omni.generate("a cat", **small)
+        params = samovar.OmniDiffusionSamplingParams(**small)
+        others = [omni.generate(prompt, params) for prompt in (["a cat", "a dog"], {"prompt": "a cat"})]
+    assert result.request_output[0].images == result.images
+    assert result.images[0].size == (16, 16)
+    assert [len(results) for results in others] == [2, 1]
+    assert all(results[0].images[0].tobytes() == result.images[0].tobytes() for results in others)
+    with samovar.Omni(od_config=OmniDiffusionConfig(model=str(tmp_path), device="cpu", progress=False)) as omni:
+        assert omni.generate("a cat", params)[0].images[0].tobytes() == result.images[0].tobytes()

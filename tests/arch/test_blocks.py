@@ -189,7 +189,6 @@ def test_a_stack_is_described() -> None:
     assert stack.parameters == ("hidden_states", "context", "temb")
     assert stack.streams == (), "what a block hands on, a forward shows"
     assert stack.num_bytes == 2 * BLOCK_BYTES
-    assert stack.evidence == "structure"
     assert at(find_anatomy(model), "blocks") == stack
 
 

@@ -81,7 +81,6 @@ def test_what_is_declared_stays_as_declared() -> None:
     )
     register_declaration("Foreign", declaration)
     anatomy = probe_anatomy(Foreign(), inputs(0), inputs(1))
-    assert anatomy.stacks[0].evidence == "declaration"
     assert [stream.parameter for stream in anatomy.stacks[0].streams] == ["mood", None]
     assert (anatomy.side, anatomy.leader) == (("adapters",), "inner.steps")
 

@@ -41,7 +41,7 @@ def test_aliases_become_settings(given: dict[str, Any], expected: dict[str, Any]
     ("given", "message", "param"),
     [
         ({"cache": "auto", "cache_backend": "auto"}, "cache and cache_backend were both given", "cache"),
-        ({"enable_cpu_offload": 1}, "enable_cpu_offload must be true or false, not 1", "enable_cpu_offload"),
+        ({"enable_cpu_offload": 1}, "enable_cpu_offload=1; expected True or False", "enable_cpu_offload"),
         (
             {"enable_cpu_offload": True, "enable_layerwise_offload": True},
             "exclude each other: .* give gpu_memory alone",

@@ -54,7 +54,7 @@ class Outer(Settings, param="outer"):
 
     number_of_steps: int = setting(4, count(1, 9), "Number of steps.", option="--steps")
     share: float = setting(0.5, number(0, 1, below=True), "A share.")
-    colour: Colour = setting("red", choice(Colour), "A colour.", group="looks")
+    colour: Colour = setting("red", choice(Colour), "A colour.")
     is_loud: bool = setting(False, FLAG, "Whether it is loud.", option=None)
     limit: int | None = setting(3, count(1), "A limit; None for none.", optional=True)
     budget: str | int | None = setting(None, SIZE, "A budget.")
@@ -136,11 +136,7 @@ def test_the_table_has_what_options_variables_and_documentation_need() -> None:
         "number_of_steps": "--steps", "is_loud": None, "share": "--share",
     }  # fmt: skip
     assert (rows["limit"].default, rows["limit"].is_optional, rows["share"].is_optional) == (3, True, False)
-    assert (rows["colour"].help, rows["colour"].group, rows["colour"].kind.metavar) == (
-        "A colour.",
-        "looks",
-        "red|green",
-    )
+    assert (rows["colour"].help, rows["colour"].kind.metavar) == ("A colour.", "red|green")
     assert rows["is_loud"].kind.metavar is None, "a switch"
 
 

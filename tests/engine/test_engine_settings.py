@@ -105,7 +105,7 @@ def test_arguments_win_over_the_file_and_the_file_over_the_environment(
         ("a.yaml", "- 1", r"must hold settings by name, such as `model: emoji`"),
         ("a.toml", "", "must end in .json, .yaml or .yml"),
         ("a.yaml", "!!python/object/apply:os.getcwd []", "cannot be read: could not"),
-        ("a.yaml", "enable_cpu_offload: 'yes'", "enable_cpu_offload must be true or false, not 'yes'"),
+        ("a.yaml", "enable_cpu_offload: 'yes'", "enable_cpu_offload='yes'; expected True or False"),
         ("a.yaml", "step_timeout_s: .inf", "step_timeout_s=inf; expected a number above 0"),
         ("SAMOVAR_DTYP", "float32", r"'SAMOVAR_DTYP' is not .* Did you mean 'SAMOVAR_DTYPE'\?"),
         ("SAMOVAR_MAX_BATCH", "two", "max_batch='two'; expected a whole number, 1 or more"),

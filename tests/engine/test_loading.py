@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import json
 import os
@@ -258,7 +259,11 @@ def test_a_package_that_is_not_installed_or_a_compiler_that_cannot_trace_is_name
     if quantisers.QUANTISERS["gguf"].problem() == "":
         with pytest.raises(SettingError, match="compile=True cannot trace the weights of a GGUF file"):
             OmniDiffusionConfig("emoji", device="cpu", quantization=str(file), compile=True)
-    monkeypatch.setattr(quantisers.importlib.util, "find_spec", lambda name: None)
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
     for name, package in (("int8", "torchao>="), ("int4", "sdnq>="), (str(file), "gguf>=")):
         with pytest.raises(SettingError, match=rf"needs \w+, which is not installed.*pip install '{package}"):
             Quantization.read(name, CPU)

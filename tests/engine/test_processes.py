@@ -214,7 +214,7 @@ def test_a_process_whose_gpu_is_lost_says_why_and_ends(is_healthy: bool, monkeyp
         is_healthy=lambda: is_healthy,
         usage=lambda: Usage(0, 0),
     )
-    inbox: Any = SimpleNamespace(next=lambda: Run(1, Request("a cat")))
+    inbox: Any = SimpleNamespace(next=lambda: Run(1, Request("a cat")), forget=lambda number: None)
     ending = contextlib.nullcontext() if is_healthy else pytest.raises(Exited, match=str(EXIT_GPU_LOST))
     with ending:
         serve_next(worker, inbox, there, HERE)
@@ -233,7 +233,9 @@ def test_nothing_is_left_of_a_request_that_was_cancelled(folder: Path) -> None:
     def drop_one() -> None:
         glances = iter(range(100))
         inbox: Any = SimpleNamespace(
-            next=lambda: Run(1, worker.facts.check(ask())), is_cancelled=lambda number: next(glances) > 0
+            next=lambda: Run(1, worker.facts.check(ask())),
+            is_cancelled=lambda number: next(glances) > 0,
+            forget=lambda number: None,
         )
         serve_next(worker, inbox, there, HERE)
         assert isinstance(receive(here), Update)

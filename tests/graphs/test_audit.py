@@ -26,6 +26,8 @@ FOUND: list[tuple[str, Callable[[torch.Tensor], Any], str | None]] = [
     ("nonzero", lambda x: x.nonzero(), "waits for the device (nonzero)"),
     ("mask", lambda x: x[x > 0], "waits for the device (index with a mask)"),
     ("repeats", lambda x: x[0].repeat_interleave(torch.tensor([1, 2, 1, 1])), "waits for the device"),
+    ("sums", lambda x: torch.zeros(4, 4).scatter_add(0, x.long().clamp(0, 3), x),
+     "adds up in no fixed order (scatter_add), so that its bits differ from run to run"),
     ("input", lambda x: x[0].add_(1), "writes into its inputs (add_)"),
     ("out", lambda x: torch.add(x[0], 1, out=TABLE), "writes into what outlives it (add)"),
     ("table", lambda x: TABLE.mul_(1.0), "writes into what outlives it (mul_)"),

@@ -14,7 +14,7 @@ Inputs = dict[str, Any]
 
 
 def build(name: str, config: Mapping[str, Any]) -> torch.nn.Module:
-    return zoo.Case(name, config, lambda step: {}, ()).build()
+    return zoo.Case(name, config, lambda step: {}).build()
 
 
 def flux1(heads: int, rows: int, columns: int, text: int) -> tuple[torch.nn.Module, Inputs]:

@@ -187,7 +187,6 @@ def test_a_stream_is_known_by_identity_or_else_by_form(make: type[Plain]) -> Non
     model = make()
     before, anatomy = state_of(model), watch(make()).anatomy()
     assert carried(anatomy) == {"blocks": STREAMS[make]}
-    assert anatomy.stacks[0].evidence == "probe"
     watch(model)
     assert state_of(model) == before
 
@@ -257,7 +256,7 @@ class Opaque(Plain):
 
 UNCLEAR: dict[type[Plain], str] = {
     Blockless: r"No block of Blockless ran, in 'blocks'",
-    Uneven: r"different numbers of values \(1 by 'blocks.1', 2 by 'blocks.2'\)",
+    Uneven: r"different numbers of values \(1 by 'blocks.0', 2 by 'blocks.2'\)",
     Opaque: "A block returned dict; expected a tensor, a tuple or a list",
 }
 

@@ -296,4 +296,3 @@ def test_a_replay_calls_nothing_of_the_model_and_survives_a_failure() -> None:
         output = replay.skip(StepPass(trace, "skip", residuals), *inputs)
     assert not calls
     assert zoo.equal(output, exact)
-    assert replay.first_calls == {}

@@ -1,24 +1,28 @@
 """The models that we try: every transformer that diffusers exports, tiny, with random weights.
 
 Each file of this folder holds some families. A `Case` says how to build one model, what to feed it at
-a given denoising step, and what its anatomy is, as read from its source by a person. Importing this
-package imports no model: `CASES` is data, `Case.build()` does the work.
+a given denoising step; its anatomy is in anatomies.json. Importing this package imports no model: `CASES` is data,
+`Case.build()` does the work.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+import json
 import pkgutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
 Inputs = Callable[[int], dict[str, Any]]
+ANATOMIES = Path(__file__).with_name("anatomies.json")
 
 UNSERVED: dict[str, str] = {}
 """Classes that cannot be served, each with the reason. They are listed in docs/reference/models.md. May only shrink."""
@@ -68,21 +72,28 @@ def as_built(model: Any) -> Any:
     return model
 
 
-@dataclass(frozen=True)
-class Stack:
-    """The expected anatomy of one stack of repeated blocks.
+class Stack(NamedTuple):
+    """The anatomy of one stack of repeated blocks.
 
-    `carried` follows the order of the block's return value: the block parameter into which the next
-    block takes that value, or None for a value that no parameter carries. `kinds` says, in the same
-    order, what the stream's tokens are made of: the inputs that are denoised ("image", though a frame
-    in them may be given), conditioning alone ("text"), some of each ("joint"), None if uncarried.
+    `carried` follows the order of the block's return value: the block parameter into which the next block takes that
+    value, or None for a value that no parameter carries. `kinds` says, in the same order, what the stream's tokens are
+    made of: the inputs that are denoised ("image", though a frame in them may be given), conditioning alone ("text"),
+    some of each ("joint"), None if uncarried.
     """
 
     path: str
     count: int
     block: str
-    carried: tuple[str | None, ...]
-    kinds: tuple[str | None, ...]
+    carried: list[str | None]
+    kinds: list[str | None]
+
+
+@functools.cache
+def _anatomies() -> dict[str, Any]:
+    """By case: its stacks in the order in which they run, and the modules between blocks that are no stack of their
+    own, as found and compared with the model's source by a person. `python -m zoo.table --write` finds them anew."""
+    found: dict[str, Any] = json.loads(ANATOMIES.read_text(encoding="utf-8"))
+    return found
 
 
 @dataclass(frozen=True)
@@ -92,17 +103,21 @@ class Case:
     model: str
     config: Mapping[str, Any]
     inputs: Inputs
-    stacks: tuple[Stack, ...]
-    """In the order in which they run."""
     variant: str = ""
     """What is special about this case: "controlnet", "image-to-video" ... Empty for the plain one."""
-    side: tuple[str, ...] = ()
-    """Modules called between the blocks of a stack that are no stack of their own."""
     notes: str = field(default="", compare=False)
 
     @property
     def id(self) -> str:
         return f"{self.model}-{self.variant}" if self.variant else self.model
+
+    @property
+    def stacks(self) -> list[Stack]:
+        return [Stack(*stack) for stack in _anatomies()[self.id]["stacks"]]
+
+    @property
+    def side(self) -> list[str]:
+        return list(_anatomies()[self.id].get("side", ()))
 
     def build(self, seed: int = 0) -> torch.nn.Module:
         """The model in float32 and eval mode, with nothing left at zero: a zero gate would hide errors.

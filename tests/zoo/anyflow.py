@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import Case, Stack, cond, noise, time
+from . import Case, cond, noise, time
 
 # Latents of 6 channels and 8x12 pixels in patches of 2x2: 24 tokens in a frame, 72 in three frames.
 LATENT, SIZE, FRAME, FRAMES = 6, (8, 12), 24, 3
@@ -58,10 +58,6 @@ def _helios(step: int) -> dict[str, Any]:
     }
 
 
-def _blocks(block: str, kind: str = "image") -> tuple[Stack, ...]:
-    return (Stack("blocks", 3, block, ("hidden_states",), (kind,)),)
-
-
 BASE: dict[str, Any] = {
     "patch_size": (1, 2, 2),
     "num_attention_heads": HEADS,
@@ -81,19 +77,17 @@ FAR = ANY_FLOW | {
 }
 
 CASES = (
-    Case("AnyFlowTransformer3DModel", ANY_FLOW, _any_flow, _blocks("AnyFlowTransformerBlock")),
+    Case("AnyFlowTransformer3DModel", ANY_FLOW, _any_flow),
     Case(
         "AnyFlowFARTransformer3DModel",
         FAR,
         _far,
-        _blocks("AnyFlowTransformerBlock"),
         notes="the earlier chunks are keys and values in kv_cache, not tokens; flex attention",
     ),
     Case(
         "HeliosTransformer3DModel",
         BASE | {"rope_dim": (4, 4, 4)},
         _helios,
-        _blocks("HeliosTransformerBlock", kind="joint"),
         notes="the tokens of earlier frames stand before the noisy ones",
     ),
 )

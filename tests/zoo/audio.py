@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import Case, Stack, cond, noise, time
+from . import Case, cond, noise, time
 
 # 11 sound tokens beside 7 text tokens; latents of 6 channels in models of width 16 or 24.
 SOUND, TEXT, CHANNELS = 11, 7, 6
@@ -101,7 +101,6 @@ ACE_STEP = {
     "sliding_window": 3,
     "encoder_hidden_size": 20,
 }
-ACE_STEP_STACKS = (Stack("layers", 3, "AceStepTransformerBlock", ("hidden_states",), ("image",)),)
 
 LONGCAT = {
     "dit_dim": 24,
@@ -111,7 +110,6 @@ LONGCAT = {
     "latent_dim": CHANNELS,
     "ff_mult": 2.0,
 }
-LONGCAT_STACKS = (Stack("blocks", 3, "AudioDiTBlock", ("hidden_states",), ("image",)),)
 
 MINIMAX_MUSIC = {
     "in_channels": CHANNELS,
@@ -123,9 +121,6 @@ MINIMAX_MUSIC = {
     "rotary_dim": 4,
     "fourier_embedding_dim": 8,
 }
-MINIMAX_MUSIC_STACKS = (
-    Stack("transformer_blocks", 3, "MiniMaxMusic3TransformerBlock", ("hidden_states",), ("image",)),
-)
 
 MINIMAX_DEPTH = {
     "hidden_size": 16,
@@ -136,7 +131,6 @@ MINIMAX_DEPTH = {
     "num_codebooks": 5,
     "max_position_embeddings": 8,
 }
-MINIMAX_DEPTH_STACKS = (Stack("layers", 3, "MiniMaxMusic3DepthDecoderBlock", ("hidden_states",), ("image",)),)
 
 STABLE_AUDIO = {
     "sample_size": SOUND,
@@ -151,7 +145,6 @@ STABLE_AUDIO = {
     "global_states_input_dim": 20,
     "cross_attention_input_dim": 10,
 }
-STABLE_AUDIO_STACKS = (Stack("transformer_blocks", 3, "StableAudioDiTBlock", ("hidden_states",), ("joint",)),)
 
 STABLE_AUDIO3 = {
     "io_channels": CHANNELS,
@@ -165,7 +158,6 @@ STABLE_AUDIO3 = {
     "ff_mult": 2.0,
     "num_memory_tokens": 3,
 }
-STABLE_AUDIO3_STACKS = (Stack("transformer_blocks", 3, "StableAudio3DiTBlock", ("hidden_states",), ("image",)),)
 
 T5_FILM = {
     "input_dims": CHANNELS,
@@ -176,56 +168,48 @@ T5_FILM = {
     "d_kv": 8,
     "d_ff": 24,
 }
-T5_FILM_STACKS = (Stack("decoders", 3, "DecoderLayer", ("hidden_states",), ("image",)),)
 
 CASES = (
     Case(
         "AceStepTransformer1DModel",
         ACE_STEP,
         _ace_step,
-        ACE_STEP_STACKS,
         notes="the mask alternates between blocks: windowed, none, windowed",
     ),
     Case(
         "LongCatAudioDiTTransformer",
         LONGCAT,
         _longcat,
-        LONGCAT_STACKS,
         notes="the input of the stack is added to its output once more",
     ),
     Case(
         "MiniMaxMusic3Transformer1DModel",
         MINIMAX_MUSIC,
         _minimax_music,
-        MINIMAX_MUSIC_STACKS,
         notes="conditioning has the length of the latents and joins their channels; the timestep is a token",
     ),
     Case(
         "MiniMaxMusic3RVQDepthDecoder",
         MINIMAX_DEPTH,
         _minimax_depth,
-        MINIMAX_DEPTH_STACKS,
         notes="no denoiser: autoregressive, and its sequence really grows by one token each call",
     ),
     Case(
         "StableAudioDiTModel",
         STABLE_AUDIO,
         _stable_audio,
-        STABLE_AUDIO_STACKS,
         notes="one token of duration and timestep stands before the sound tokens",
     ),
     Case(
         "StableAudio3DiTModel",
         STABLE_AUDIO3,
         _stable_audio3,
-        STABLE_AUDIO3_STACKS,
         notes="learned memory tokens stand before the sound tokens",
     ),
     Case(
         "T5FilmDecoder",
         T5_FILM,
         _t5_film,
-        T5_FILM_STACKS,
         notes="blocks return a 1-tuple, the model a plain tensor",
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import Case, Stack, cond, noise, time, tokens
+from . import Case, cond, noise, time, tokens
 
 # Feature maps of 12 channels and 4x5 pixels, blocks of width 16.
 CHANNELS, WIDTH, CROSS = 12, 16, 10
@@ -34,10 +34,6 @@ def _temporal(step: int) -> dict[str, Any]:
     return {"hidden_states": noise(step, FRAMES, CHANNELS, 4, 5), "num_frames": FRAMES}
 
 
-def _stack(path: str = "transformer_blocks", count: int = 3, block: str = "BasicTransformerBlock") -> Stack:
-    return Stack(path, count, block, ("hidden_states",), ("image",))
-
-
 BASE = {
     "num_attention_heads": 2,
     "attention_head_dim": WIDTH // 2,
@@ -58,12 +54,11 @@ ADA_NORM_ZERO = BASE | {
 }
 
 CASES = (
-    Case("Transformer2DModel", CROSSED, _feature_map, (_stack(),), notes="no timestep: its UNet adds it"),
+    Case("Transformer2DModel", CROSSED, _feature_map, notes="no timestep: its UNet adds it"),
     Case(
         "Transformer2DModel",
         ADA_NORM_ZERO,
         _patches,
-        (_stack(),),
         variant="ada-norm-zero",
         notes="after the last block the model reads the weights of block 0 (norm1.emb)",
     ),
@@ -71,20 +66,17 @@ CASES = (
         "DualTransformer2DModel",
         CROSSED | {"num_layers": 2},
         _dual,
-        (_stack("transformers.1.transformer_blocks", 2), _stack("transformers.0.transformer_blocks", 2)),
         notes="two whole models side by side on the same input, the second first; text lengths are fixed",
     ),
     Case(
         "DreamLiteTransformer2DModel",
         CROSSED | {"use_linear_projection": True, "qk_norm": "rms_norm", "ff_mult": 3},
         _feature_map,
-        (_stack(block="BasicTransformerBlockDreamLite"),),
     ),
     Case(
         "TransformerTemporalModel",
         BASE,
         _temporal,
-        (_stack(),),
         notes="pixels are the batch of the blocks, frames their tokens; no text, no timestep",
     ),
 )

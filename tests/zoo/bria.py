@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from . import Case, Stack, cond, noise, time
-from .flux import BASE, COLUMNS, IMAGE, ROWS, TEXT, dual, joint, packed, positions
+from . import Case, cond, noise, time
+from .flux import BASE, COLUMNS, IMAGE, ROWS, TEXT, packed, positions
 
 
 def _bria(step: int) -> dict[str, Any]:
@@ -46,18 +46,7 @@ def _longcat(step: int) -> dict[str, Any]:
     return _ovis(step) | {"img_ids": positions(1, ROWS, COLUMNS) + torch.tensor([1.0, 512.0, 512.0])}
 
 
-def _family(name: str) -> tuple[Stack, ...]:
-    return (
-        dual("transformer_blocks", 2, f"{name}TransformerBlock"),
-        dual("single_transformer_blocks", 3, f"{name}SingleTransformerBlock"),
-    )
-
-
 FIBO = BASE | {"joint_attention_dim": 28, "text_encoder_dim": 14}
-FIBO_STACKS = (
-    dual("transformer_blocks", 2, "BriaFiboTransformerBlock"),
-    joint("single_transformer_blocks", 3, "BriaFiboSingleTransformerBlock"),
-)
 
 FIBO2 = {
     "in_channels": 3,
@@ -76,28 +65,21 @@ FIBO2 = {
     "axes_dims": (4, 4, 4),
     "axes_lens": (16, 8, 8),
 }
-FIBO2_STACKS = (
-    Stack("noise_refiner", 2, "BriaFibo2TransformerBlock", ("x",), ("image",)),
-    Stack("perceiver.layers", 3, "BriaFibo2PerceiverLayer", ("latents",), ("text",)),
-    joint("layers", 4, "BriaFibo2TransformerBlock", stream="x"),
-)
 
 CASES = (
-    Case("BriaTransformer2DModel", BASE, _bria, _family("Bria")),
+    Case("BriaTransformer2DModel", BASE, _bria),
     Case(
         "BriaFiboTransformer2DModel",
         FIBO,
         _bria_fibo,
-        FIBO_STACKS,
         notes="half the text channels are replaced before each block; single blocks: cat, then split",
     ),
     Case(
         "BriaFibo2Transformer2DModel",
         FIBO2,
         _bria_fibo2,
-        FIBO2_STACKS,
         notes="the perceiver starts from learned queries; the time embedder alone is of 288k parameters",
     ),
-    Case("OvisImageTransformer2DModel", BASE | {"out_channels": 4}, _ovis, _family("OvisImage")),
-    Case("LongCatImageTransformer2DModel", BASE, _longcat, _family("LongCatImage")),
+    Case("OvisImageTransformer2DModel", BASE | {"out_channels": 4}, _ovis),
+    Case("LongCatImageTransformer2DModel", BASE, _longcat),
 )

@@ -6,15 +6,13 @@ from typing import Any
 
 import torch
 
-from . import Case, Stack, cond, noise, time, tokens
+from . import Case, cond, noise, time, tokens
 
 # 3x3 latent patches, 5 text tokens, two heads of 8 channels: lengths, their sums and the width all differ.
 SIDE, TEXT, HEAD = 3, 5, 8
 IMAGE, WIDTH = SIDE * SIDE, 2 * HEAD
 HEADS = {"num_attention_heads": 2, "attention_head_dim": HEAD}
 PATCHES = HEADS | {"in_channels": 4, "patch_size": 2, "sample_size": 2 * SIDE}
-
-ONE_STREAM = ("hidden_states",)
 
 
 def angles(side: int, head: int) -> torch.Tensor:
@@ -169,22 +167,6 @@ OMNIGEN = {
     "pos_embed_max_size": 4,
 }
 
-BASIC_STACKS = (Stack("transformer_blocks", 3, "BasicTransformerBlock", ONE_STREAM, ("image",)),)
-PRIOR_STACKS = (Stack("transformer_blocks", 3, "BasicTransformerBlock", ONE_STREAM, ("joint",)),)
-HUNYUAN_STACKS = (Stack("blocks", 4, "HunyuanDiTBlock", ONE_STREAM, ("image",)),)
-AURAFLOW_STACKS = (
-    Stack(
-        "joint_transformer_blocks",
-        2,
-        "AuraFlowJointTransformerBlock",
-        ("encoder_hidden_states", "hidden_states"),
-        ("text", "image"),
-    ),
-    Stack("single_transformer_blocks", 3, "AuraFlowSingleTransformerBlock", ONE_STREAM, ("joint",)),
-)
-SANA_STACKS = (Stack("transformer_blocks", 3, "SanaTransformerBlock", ONE_STREAM, ("image",)),)
-PRX_STACKS = (Stack("blocks", 3, "PRXBlock", ONE_STREAM, ("image",)),)
-OMNIGEN_STACKS = (Stack("layers", 3, "OmniGenBlock", ONE_STREAM, ("joint",)),)
 
 SKIPS = "Needs an even number of blocks; the last takes the first one's output as `skip`, too."
 
@@ -193,42 +175,37 @@ CASES = (
         "DiTTransformer2DModel",
         DIT,
         _dit,
-        BASIC_STACKS,
         notes="The output layer uses the time and class embedding inside block 0.",
     ),
-    Case("PixArtTransformer2DModel", PIXART, _pixart, BASIC_STACKS),
+    Case("PixArtTransformer2DModel", PIXART, _pixart),
     Case(
         "PriorTransformer",
         PRIOR,
         _prior,
-        PRIOR_STACKS,
         notes="Denoises one vector: text, pooled text, time, vector and an answer token are one sequence.",
     ),
-    Case("HunyuanDiT2DModel", HUNYUAN, _hunyuan, HUNYUAN_STACKS, notes=SKIPS),
+    Case("HunyuanDiT2DModel", HUNYUAN, _hunyuan, notes=SKIPS),
     Case(
         "HunyuanDiT2DModel",
         HUNYUAN,
         _hunyuan_controlnet,
-        HUNYUAN_STACKS,
         variant="controlnet",
         notes="The samples are added to `skip`, and forward empties the caller's list.",
     ),
-    Case("AuraFlowTransformer2DModel", AURAFLOW, _auraflow, AURAFLOW_STACKS),
-    Case("SanaTransformer2DModel", SANA, _sana, SANA_STACKS),
+    Case("AuraFlowTransformer2DModel", AURAFLOW, _auraflow),
+    Case("SanaTransformer2DModel", SANA, _sana),
     Case(
         "SanaTransformer2DModel",
         SANA,
         _sana_controlnet,
-        SANA_STACKS,
         variant="controlnet",
         notes="Samples are added after the second and after the last block, not after the first.",
     ),
-    Case("PRXTransformer2DModel", PRX, _prx, PRX_STACKS),
+    Case("PRXTransformer2DModel", PRX, _prx),
     Case(
         "OmniGenTransformer2DModel",
         OMNIGEN,
         _omnigen,
-        OMNIGEN_STACKS,
         notes="The time is a token between text and image; no block takes it as an argument.",
     ),
 )

@@ -6,13 +6,11 @@ from typing import Any
 
 import torch
 
-from . import Case, Stack, cond, noise, time
+from . import Case, cond, noise, time
 
 # Latent video of 3 frames of 4x6: 18 patches of 2x2. 7 text tokens.
 FRAMES, HEIGHT, WIDTH = 3, 4, 6
 VIDEO, TEXT = 18, 7
-VIDEO_ONLY = ("hidden_states",)
-BOTH = ("hidden_states", "encoder_hidden_states")
 
 
 def _rotary(length: int, size: int, halves: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,50 +178,37 @@ EASYANIMATE = {
 }
 
 
-def _stacks(block: str, streams: tuple[str, ...], count: int = 3) -> tuple[Stack, ...]:
-    return (Stack("transformer_blocks", count, block, streams, ("image", "text")[: len(streams)]),)
-
-
-COGVIDEO_STACKS = _stacks("CogVideoXBlock", BOTH)
-
 CASES = (
     Case(
         "CogVideoXTransformer3DModel",
         COGVIDEO,
         _cogvideo,
-        COGVIDEO_STACKS,
         notes="Both streams enter as slices of one tensor.",
     ),
-    Case("CogVideoXTransformer3DModel", COGVIDEO_15, _cogvideo_15, COGVIDEO_STACKS, variant="1.5"),
+    Case("CogVideoXTransformer3DModel", COGVIDEO_15, _cogvideo_15, variant="1.5"),
     Case(
         "ConsisIDTransformer3DModel",
         CONSISID,
         _consisid,
-        _stacks("ConsisIDBlock", BOTH, count=4),
-        side=("perceiver_cross_attention",),
         notes="The output of a face module is added to the video after blocks 0 and 2.",
     ),
-    Case("AllegroTransformer3DModel", ALLEGRO, _allegro, _stacks("AllegroTransformerBlock", VIDEO_ONLY)),
+    Case("AllegroTransformer3DModel", ALLEGRO, _allegro),
     Case(
         "LatteTransformer3DModel",
         LATTE,
         _latte,
-        _stacks("BasicTransformerBlock", VIDEO_ONLY),
-        side=("temporal_transformer_blocks",),
         notes="After each spatial block a temporal one on the same video with frames and patches swapped.",
     ),
     Case(
         "MochiTransformer3DModel",
         MOCHI,
         _mochi,
-        _stacks("MochiTransformerBlock", BOTH),
         notes="Text is narrower than video; the last block hands it back unchanged. Time runs upwards.",
     ),
     Case(
         "EasyAnimateTransformer3DModel",
         EASYANIMATE,
         _video,
-        _stacks("EasyAnimateTransformerBlock", BOTH),
         notes="The last block has no weights of its own for the text.",
     ),
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import Case, Stack, cond, noise, time, tokens
+from . import Case, cond, noise, time, tokens
 
 # Three frames of 2x3 patches, 18 video tokens, beside 7 text tokens.
 FRAMES, HEIGHT, WIDTH = 3, 4, 6
@@ -127,7 +127,6 @@ COSMOS_IMAGE_CONTEXT = COSMOS | {
     "img_context_num_tokens": 5,
     "img_context_dim_out": HIDDEN,
 }
-COSMOS_STACKS = (Stack("transformer_blocks", 3, "CosmosTransformerBlock", ("hidden_states",), ("image",)),)
 
 COSMOS3 = {
     "head_dim": 16,
@@ -142,7 +141,6 @@ COSMOS3 = {
     "vocab_size": 16,
     "rope_axes_dim": (4, 2, 2),
 }
-COSMOS3_STACKS = (Stack("layers", 3, "Cosmos3VLTextMoTDecoderLayer", ("und_seq", "gen_seq"), ("text", "image")),)
 
 SANA_VIDEO = {
     "in_channels": CHANNELS,
@@ -156,7 +154,6 @@ SANA_VIDEO = {
     "caption_channels": 20,
     "rope_max_seq_len": 16,
 }
-SANA_VIDEO_STACKS = (Stack("transformer_blocks", 3, "SanaVideoTransformerBlock", ("hidden_states",), ("image",)),)
 
 SANA_WM = {
     "in_channels": CHANNELS,
@@ -169,15 +166,13 @@ SANA_WM = {
     "chunk_plucker_post_attn_blocks": 3,
     "caption_channels": 20,
 }
-SANA_WM_STACKS = (Stack("blocks", 3, "SanaVideoMSCamCtrlBlock", ("x",), ("image",)),)
 
 CASES = (
-    Case("CosmosTransformer3DModel", COSMOS, _cosmos, COSMOS_STACKS),
+    Case("CosmosTransformer3DModel", COSMOS, _cosmos),
     Case(
         "CosmosTransformer3DModel",
         COSMOS_TRANSFER,
         _cosmos_transfer,
-        COSMOS_STACKS,
         variant="controlnet",
         notes="control is added inside the blocks; a timestep per frame makes embeddings shaped like tokens",
     ),
@@ -185,7 +180,6 @@ CASES = (
         "CosmosTransformer3DModel",
         COSMOS_IMAGE_CONTEXT,
         _cosmos_image_context,
-        COSMOS_STACKS,
         variant="image-context",
         notes="encoder_hidden_states is a tuple (text, image), in the model and in the blocks",
     ),
@@ -193,15 +187,13 @@ CASES = (
         "Cosmos3OmniTransformer",
         COSMOS3,
         _cosmos3,
-        COSMOS3_STACKS,
         notes="streams without a batch dimension; output is a list; text attends only to text",
     ),
-    Case("SanaVideoTransformer3DModel", SANA_VIDEO, _sana_video, SANA_VIDEO_STACKS),
+    Case("SanaVideoTransformer3DModel", SANA_VIDEO, _sana_video),
     Case(
         "SanaWMTransformer3DModel",
         SANA_WM,
         _sana_wm,
-        SANA_WM_STACKS,
         notes="the first latent frame is given and never denoised; every second block has softmax attention",
     ),
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import Case, Stack, cond, noise, time
+from . import Case, cond, noise, time
 
 # 4x5 latent patches, 6 text tokens, 16 channels: all lengths differ, so that no stream is taken for another.
 ROWS, COLUMNS, TEXT, WIDTH = 4, 5, 6, 16
@@ -75,20 +75,6 @@ def _chroma(step: int) -> dict[str, Any]:
     return packed(step) | {"attention_mask": mask}
 
 
-def dual(path: str, count: int, block: str) -> Stack:
-    """Text and image in two streams, of which the blocks return the text first."""
-    return Stack(path, count, block, ("encoder_hidden_states", "hidden_states"), ("text", "image"))
-
-
-def joint(path: str, count: int, block: str, stream: str = "hidden_states") -> Stack:
-    """Text and image in one sequence."""
-    return Stack(path, count, block, (stream,), ("joint",))
-
-
-def _mode(path: str, kind: str) -> Stack:
-    return Stack(path, 2, "Flux3ModeTransformerBlock", ("hidden_states",), (kind,))
-
-
 BASE = {
     "in_channels": 4,
     "num_layers": 2,
@@ -103,53 +89,22 @@ FLUX2 = BASE | {"axes_dims_rope": (2, 2, 2, 2), "timestep_guidance_channels": 32
 FLUX3 = BASE | {"axes_dims_rope": (2, 2, 2, 2), "timestep_channels": 32, "cond_in_channels": 10}
 CHROMA = BASE | {"approximator_num_channels": 32, "approximator_hidden_dim": 24, "approximator_layers": 2}
 
-FLUX_STACKS = (
-    dual("transformer_blocks", 2, "FluxTransformerBlock"),
-    dual("single_transformer_blocks", 3, "FluxSingleTransformerBlock"),
-)
-FLUX2_STACKS = (
-    dual("transformer_blocks", 2, "Flux2TransformerBlock"),
-    joint("single_transformer_blocks", 3, "Flux2SingleTransformerBlock"),
-)
-FLUX3_STACKS = (
-    _mode("txt_mode_blocks", "text"),
-    _mode("mode_blocks.image", "image"),
-    dual("single_transformer_blocks", 3, "Flux3SingleTransformerBlock"),
-)
-FLUX3_REFERENCE_STACKS = (
-    _mode("txt_mode_blocks", "text"),
-    _mode("mode_blocks.image", "image"),
-    _mode("mode_blocks.image_cond", "text"),
-    Stack(
-        "single_transformer_blocks",
-        3,
-        "Flux3SingleTransformerBlock",
-        ("encoder_hidden_states", "hidden_states"),
-        ("text", "joint"),
-    ),
-)
-CHROMA_STACKS = (
-    dual("transformer_blocks", 2, "ChromaTransformerBlock"),
-    joint("single_transformer_blocks", 3, "ChromaSingleTransformerBlock"),
-)
 
 CASES = (
-    Case("FluxTransformer2DModel", FLUX, _flux, FLUX_STACKS),
-    Case("FluxTransformer2DModel", FLUX, _flux_controlnet, FLUX_STACKS, variant="controlnet"),
-    Case("FluxTransformer2DModel", FLUX, _flux_equal, FLUX_STACKS, variant="equal-lengths"),
-    Case("Flux2Transformer2DModel", FLUX2, _flux2, FLUX2_STACKS),
+    Case("FluxTransformer2DModel", FLUX, _flux),
+    Case("FluxTransformer2DModel", FLUX, _flux_controlnet, variant="controlnet"),
+    Case("FluxTransformer2DModel", FLUX, _flux_equal, variant="equal-lengths"),
+    Case("Flux2Transformer2DModel", FLUX2, _flux2),
     Case(
         "Flux3Transformer2DModel",
         FLUX3,
         _flux3,
-        FLUX3_STACKS,
         notes="mode_blocks.image_cond is there but never called without reference images",
     ),
     Case(
         "Flux3Transformer2DModel",
         FLUX3,
         _flux3_reference,
-        FLUX3_REFERENCE_STACKS,
         variant="reference",
         notes="the reference tokens follow the image tokens in the image stream of the single blocks",
     ),
@@ -157,7 +112,6 @@ CASES = (
         "ChromaTransformer2DModel",
         CHROMA,
         _chroma,
-        CHROMA_STACKS,
         notes="the mask is of floats, as the pipeline makes it; the approximator's layers have no attention",
     ),
 )

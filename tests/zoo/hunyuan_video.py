@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from . import Case, Stack, cond, noise, time
+from . import Case, cond, noise, time
 
 # Latent video of 3 frames of 4x6: 18 patches of 2x2. Of the 7 text tokens the last 2 are padding.
 LATENTS = (1, 4, 3, 4, 6)
 TEXT, PROMPT = 7, 5
-BOTH = ("hidden_states", "encoder_hidden_states")
 
 
 def _mask(length: int = TEXT, valid: int = PROMPT) -> torch.Tensor:
@@ -164,31 +163,6 @@ MINIMAX = {
 }
 
 
-def _refiner(block: str) -> Stack:
-    path = "context_embedder.token_refiner.refiner_blocks"
-    return Stack(path, 2, block, ("hidden_states",), ("text",))
-
-
-def _stacks(double: str, single: str, video: str = "image") -> tuple[Stack, ...]:
-    return (
-        _refiner("HunyuanVideoIndividualTokenRefinerBlock"),
-        Stack("transformer_blocks", 3, double, BOTH, (video, "text")),
-        Stack("single_transformer_blocks", 4, single, BOTH, (video, "text")),
-    )
-
-
-HUNYUAN_15_STACKS = (
-    _refiner("HunyuanVideo15IndividualTokenRefinerBlock"),
-    Stack("transformer_blocks", 3, "HunyuanVideo15TransformerBlock", BOTH, ("image", "text")),
-)
-MOTIF_STACKS = (
-    Stack("transformer_blocks", 2, "MotifVideoTransformerBlock", BOTH, ("image", "text")),
-    Stack("single_transformer_blocks", 5, "MotifVideoSingleTransformerBlock", BOTH, ("image", "text")),
-)
-MINIMAX_STACKS = (
-    Stack("token_refiner.refiner_blocks", 2, "MiniMaxH3TokenRefinerBlock", ("hidden_states",), ("text",)),
-    Stack("transformer_blocks", 3, "MiniMaxH3TransformerBlock", ("hidden_states",), ("joint",)),
-)
 MOTIF_NOTES = (
     "One list in two parts: the last 2 single blocks are a decoder that starts again from the embedded "
     "latents and takes the video of the first 3 in place of the text."
@@ -200,14 +174,12 @@ CASES = (
         "HunyuanVideoTransformer3DModel",
         HUNYUAN,
         _hunyuan,
-        _stacks("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock"),
         notes="The token refiner gets the timestep: its output moves though its input does not.",
     ),
     Case(
         "HunyuanVideoTransformer3DModel",
         HUNYUAN | {"image_condition_type": "token_replace"},
         _token_replace,
-        _stacks("HunyuanVideoTokenReplaceTransformerBlock", "HunyuanVideoTokenReplaceSingleTransformerBlock"),
         variant="token-replace",
         notes="The first frame of the latents is the given image: a third of the tokens never moves.",
     ),
@@ -215,30 +187,26 @@ CASES = (
         "HunyuanVideoFramepackTransformer3DModel",
         FRAMEPACK,
         _framepack,
-        _stacks("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock", video="joint"),
         notes="The video sequence starts with the tokens of earlier frames, which are given.",
     ),
     Case(
         "HunyuanVideo15Transformer3DModel",
         HUNYUAN_15,
         _hunyuan_15,
-        HUNYUAN_15_STACKS,
         notes=HUNYUAN_15_NOTES,
     ),
     Case(
         "HunyuanVideo15Transformer3DModel",
         HUNYUAN_15 | {"use_meanflow": True},
         _hunyuan_15_image,
-        HUNYUAN_15_STACKS,
         variant="image-to-video",
         notes=HUNYUAN_15_NOTES,
     ),
-    Case("MotifVideoTransformer3DModel", MOTIF, _motif, MOTIF_STACKS, notes=MOTIF_NOTES),
+    Case("MotifVideoTransformer3DModel", MOTIF, _motif, notes=MOTIF_NOTES),
     Case(
         "MotifVideoTransformer3DModel",
         MOTIF | {"image_embed_dim": 10},
         _motif_image,
-        MOTIF_STACKS,
         variant="image-to-video",
         notes=MOTIF_NOTES,
     ),
@@ -246,7 +214,6 @@ CASES = (
         "MiniMaxH3Transformer3DModel",
         MINIMAX,
         _minimax,
-        MINIMAX_STACKS,
         notes="Gets each distinct timestep once: one at step 0, where sound and video agree, then two.",
     ),
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import Case, Stack, cond, noise, time
+from . import Case, cond, noise, time
 
 # Three frames of 2x3 patches and 9 sound frames beside 7 text tokens. The super-resolution model needs whole
 # tiles of 8x8 tokens: two frames of two tiles.
@@ -74,58 +74,24 @@ KANDINSKY6 = KANDINSKY5 | {
 }
 KANDINSKY6_SR = VISUAL | {"out_visual_dim": 2 * CHANNELS, "nabla_window": (1, 1, 1)}
 
-KANDINSKY5_STACKS = (
-    Stack("text_transformer_blocks", 2, "Kandinsky5TransformerEncoderBlock", ("x",), ("text",)),
-    Stack("visual_transformer_blocks", 3, "Kandinsky5TransformerDecoderBlock", ("visual_embed",), ("image",)),
-)
-KANDINSKY6_TEXT_STACKS = (
-    Stack("video_text_transformer_blocks", 2, "Kandinsky6TransformerEncoderBlock", ("x",), ("text",)),
-    Stack("audio_text_transformer_blocks", 2, "Kandinsky6TransformerEncoderBlock", ("x",), ("text",)),
-)
-KANDINSKY6_STACKS = (
-    *KANDINSKY6_TEXT_STACKS,
-    Stack(
-        "visual_transformer_blocks",
-        3,
-        "Kandinsky6FusedTransformerDecoderBlock",
-        ("vis", "aud"),
-        ("image", "image"),
-    ),
-)
-KANDINSKY6_SILENT_STACKS = (
-    *KANDINSKY6_TEXT_STACKS,
-    Stack(
-        "visual_transformer_blocks",
-        3,
-        "Kandinsky6FusedTransformerDecoderBlock",
-        ("vis", None),
-        ("image", None),
-    ),
-)
-KANDINSKY6_SR_STACKS = (
-    Stack("visual_transformer_blocks", 3, "Kandinsky6SRTransformerBlock", ("hidden_states",), ("image",)),
-)
 
 CASES = (
     Case(
         "Kandinsky5Transformer3DModel",
         KANDINSKY5,
         _kandinsky5,
-        KANDINSKY5_STACKS,
         notes="attention rounds query and key to bfloat16 at any precision of the model",
     ),
     Case(
         "Kandinsky6Transformer3DModel",
         KANDINSKY6,
         _kandinsky6,
-        KANDINSKY6_STACKS,
         notes="two denoised streams of different width, each with its own text stack",
     ),
     Case(
         "Kandinsky6Transformer3DModel",
         KANDINSKY6,
         _kandinsky6_silent,
-        KANDINSKY6_SILENT_STACKS,
         variant="no-audio",
         notes="blocks take and return None as the audio stream; the audio text stack runs for nothing",
     ),
@@ -133,7 +99,6 @@ CASES = (
         "Kandinsky6SRTransformer3DModel",
         KANDINSKY6_SR,
         _kandinsky6_sr,
-        KANDINSKY6_SR_STACKS,
         notes="no text; flex attention with a block mask computed from query and key",
     ),
 )

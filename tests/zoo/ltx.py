@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import Case, Stack, cond, noise, time
+from . import Case, cond, noise, time
 
 # 3 frames of 2x3 latents, 5 audio frames, 7 text tokens of which some are padding.
 FRAMES, HEIGHT, WIDTH = 3, 2, 3
@@ -109,31 +109,23 @@ LTX23 = LTX2 | {
 }
 
 
-def _stacks(block: str, *streams: str) -> tuple[Stack, ...]:
-    return (Stack("transformer_blocks", LAYERS, block, streams, ("image",) * len(streams)),)
-
-
-LTX2_STACKS = _stacks("LTX2VideoTransformerBlock", "hidden_states", "audio_hidden_states")
-REFINER_STACKS = _stacks("SanaWMLTX2RefinerTransformerBlock", "hidden_states")
 REFINER_NOTES = "The audio half of the weights is never used."
 
 CASES = (
-    Case("LTXVideoTransformer3DModel", LTX, _ltx, _stacks("LTXVideoTransformerBlock", "hidden_states")),
-    Case("LTX2VideoTransformer3DModel", LTX2, _ltx2, LTX2_STACKS),
+    Case("LTXVideoTransformer3DModel", LTX, _ltx),
+    Case("LTX2VideoTransformer3DModel", LTX2, _ltx2),
     Case(
         "LTX2VideoTransformer3DModel",
         LTX23,
         _ltx23,
-        LTX2_STACKS,
         variant="2.3",
         notes="Prompts come as wide as the streams; keys and values of the text know the timestep.",
     ),
-    Case("SanaWMLTX2RefinerTransformer3DModel", LTX2, _refiner, REFINER_STACKS, notes=REFINER_NOTES),
+    Case("SanaWMLTX2RefinerTransformer3DModel", LTX2, _refiner, notes=REFINER_NOTES),
     Case(
         "SanaWMLTX2RefinerTransformer3DModel",
         LTX2,
         _refiner_chunk,
-        REFINER_STACKS,
         variant="kv-cache",
         notes=f"{REFINER_NOTES} Each block gets its own cache of keys and values as an object.",
     ),

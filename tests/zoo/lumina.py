@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import Case, Stack, cond, noise, time
+from . import Case, cond, noise, time
 from .classic_images import angles
 
 # 3x3 latent patches, 5 text tokens, two heads of 8 channels: lengths, their sums and the width all differ.
@@ -82,46 +82,31 @@ Z_IMAGE = {
     "axes_lens": [128, 8, 8],
 }
 
-LUMINA_NEXT_STACKS = (Stack("layers", 3, "LuminaNextDiTBlock", ("hidden_states",), ("image",)),)
-LUMINA2_STACKS = (
-    Stack("context_refiner", 2, "Lumina2TransformerBlock", ("hidden_states",), ("text",)),
-    Stack("noise_refiner", 2, "Lumina2TransformerBlock", ("hidden_states",), ("image",)),
-    Stack("layers", 3, "Lumina2TransformerBlock", ("hidden_states",), ("joint",)),
-)
-Z_IMAGE_STACKS = (
-    Stack("noise_refiner", 2, "ZImageTransformerBlock", ("x",), ("image",)),
-    Stack("context_refiner", 2, "ZImageTransformerBlock", ("x",), ("text",)),
-    Stack("layers", 3, "ZImageTransformerBlock", ("x",), ("joint",)),
-)
 
 CASES = (
     Case(
         "LuminaNextDiT2DModel",
         LUMINA_NEXT,
         _lumina_next,
-        LUMINA_NEXT_STACKS,
         notes="The parameter `pad_token` is uninitialised memory, and unused.",
     ),
-    Case("Lumina2Transformer2DModel", LUMINA2, lambda step: _lumina2(step, TEXT), LUMINA2_STACKS),
+    Case("Lumina2Transformer2DModel", LUMINA2, lambda step: _lumina2(step, TEXT)),
     Case(
         "Lumina2Transformer2DModel",
         LUMINA2,
         lambda step: _lumina2(step, TEXT, TEXT - 2),
-        LUMINA2_STACKS,
         variant="ragged",
     ),
     Case(
         "ZImageTransformer2DModel",
         Z_IMAGE,
         lambda step: _z_image(step, TEXT),
-        Z_IMAGE_STACKS,
         notes="Takes and gives lists; the time embedding has a fixed width of 1024.",
     ),
     Case(
         "ZImageTransformer2DModel",
         Z_IMAGE,
         _z_image_controlnet,
-        Z_IMAGE_STACKS,
         variant="controlnet",
         notes="The samples cover image and text alike.",
     ),
@@ -129,7 +114,6 @@ CASES = (
         "ZImageTransformer2DModel",
         Z_IMAGE,
         lambda step: _z_image(step, TEXT, Z_LONG_TEXT),
-        Z_IMAGE_STACKS,
         variant="ragged",
         notes="The shorter text is padded twice: with a pad token to 32, with zeros to the batch's 96.",
     ),

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from . import Case, Stack, cond, noise, time
-from .flux import COLUMNS, IMAGE, ROWS, TEXT, joint, positions
+from . import Case, cond, noise, time
+from .flux import COLUMNS, IMAGE, ROWS, TEXT, positions
 
 
 def _krea2(step: int) -> dict[str, Any]:
@@ -85,32 +85,24 @@ ERNIE = {
     "rope_axes_dim": (2, 2, 4),
 }
 
-KREA2_STACKS = (
-    Stack("text_fusion.layerwise_blocks", 2, "Krea2TextFusionBlock", ("hidden_states",), ("text",)),
-    Stack("text_fusion.refiner_blocks", 3, "Krea2TextFusionBlock", ("hidden_states",), ("text",)),
-    joint("transformer_blocks", 4, "Krea2TransformerBlock"),
-)
 
 CASES = (
     Case(
         "Krea2Transformer2DModel",
         KREA2,
         _krea2,
-        KREA2_STACKS,
         notes="the layerwise blocks take text tokens as the batch and the encoder's layers as the sequence",
     ),
     Case(
         "Ideogram4Transformer2DModel",
         IDEOGRAM4,
         _ideogram4,
-        (joint("layers", 3, "Ideogram4TransformerBlock"),),
         notes="text and image are added, each zero where the other has its tokens",
     ),
     Case(
         "ErnieImageTransformer2DModel",
         ERNIE,
         _ernie,
-        (joint("layers", 3, "ErnieImageSharedAdaLNBlock", stream="x"),),
         notes="the sequence is the first axis, the batch the second",
     ),
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import Case, Stack, cond, noise, time, tokens
+from . import Case, cond, noise, time, tokens
 
 RESIDUES, LATENT, ATOMS = 11, 5, 37
 
@@ -61,24 +61,19 @@ PROTEINA = {
     "num_sequence_classes": 9,
     "recycle_conditioning_dim": 3,
 }
-PROTEINA_STACKS = (Stack("transformer_layers", 3, "RFD4ProteinaTrunkLayer", ("values",), ("image",)),)
 
 CASES = (
     Case(
         "RFD4ProteinaTransformer",
         PROTEINA,
         _design,
-        PROTEINA_STACKS,
-        side=("pair_update_layers",),
         notes="attention hides behind the names mhba and mha; the side modules make the next block's pairs",
     ),
     Case(
         "RFD4ProteinaTransformer",
         PROTEINA,
         _design_recycling,
-        PROTEINA_STACKS,
         variant="recycling",
-        side=("pair_update_layers",),
         notes="the stack runs twice in one forward, and the pairs go from the first pass into the second",
     ),
 )

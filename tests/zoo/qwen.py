@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from . import Case, Stack, cond, noise, seeded, time
-from .flux import dual, joint
+from . import Case, cond, noise, seeded, time
 
 # A grid of 4x5 latent patches and 6 text tokens of 12 channels; the blocks are 16 channels wide.
 GRID, IMAGE, TEXT, WIDTH = (1, 4, 5), 20, 6, 16
@@ -84,10 +83,6 @@ def _joy_plus(step: int) -> dict[str, Any]:
     }
 
 
-def _joy_stacks(block: str) -> tuple[Stack, ...]:
-    return (Stack("double_blocks", 3, block, ("hidden_states", "encoder_hidden_states"), ("image", "text")),)
-
-
 BASE = {
     "in_channels": 8,
     "num_layers": 3,
@@ -113,33 +108,29 @@ JOY = {
     "rope_dim_list": [2, 2, 4],
 }
 
-QWEN_STACKS = (dual("transformer_blocks", 3, "QwenImageTransformerBlock"),)
 JOY_NOTES = "the reference image is part of hidden_states, beside the noise"
 
 CASES = (
-    Case("QwenImageTransformer2DModel", QWEN, _qwen, QWEN_STACKS),
-    Case("QwenImageTransformer2DModel", QWEN, _qwen_controlnet, QWEN_STACKS, variant="controlnet"),
-    Case("QwenImageTransformer2DModel", QWEN, _qwen_mask, QWEN_STACKS, variant="mask"),
+    Case("QwenImageTransformer2DModel", QWEN, _qwen),
+    Case("QwenImageTransformer2DModel", QWEN, _qwen_controlnet, variant="controlnet"),
+    Case("QwenImageTransformer2DModel", QWEN, _qwen_mask, variant="mask"),
     Case(
         "QwenImage21Transformer2DModel",
         BASE | {"out_channels": 8, "context_in_dim": 12},
         _qwen21,
-        (joint("transformer_blocks", 3, "QwenImage21TransformerBlock"),),
         notes="text tokens see neither image nor time; the output covers the text tokens too",
     ),
     _WithExperts(
         "NucleusMoEImageTransformer2DModel",
         NUCLEUS,
         _nucleus,
-        (Stack("transformer_blocks", 3, "NucleusMoEImageTransformerBlock", ("hidden_states",), ("image",)),),
         notes="dense first block, then experts; the text is a constant argument of all blocks",
     ),
-    Case("JoyImageEditTransformer3DModel", JOY, _joy, _joy_stacks("JoyImageTransformerBlock"), notes=JOY_NOTES),
+    Case("JoyImageEditTransformer3DModel", JOY, _joy, notes=JOY_NOTES),
     Case(
         "JoyImageEditPlusTransformer3DModel",
         JOY,
         _joy_plus,
-        _joy_stacks("JoyImageEditPlusTransformerBlock"),
         notes=JOY_NOTES,
     ),
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import Case, Stack, cond, noise, time, tokens
+from . import Case, cond, noise, time, tokens
 
 # 3x3 latent patches, 5 text tokens, two heads of 8 channels: lengths, their sums and the width all differ.
 SIDE, TEXT, HEAD = 3, 5, 8
@@ -122,45 +122,12 @@ HUNYUAN = HEADS | {
 }
 
 
-def _two_streams(path: str, count: int, block: str) -> Stack:
-    return Stack(path, count, block, ("hidden_states", "encoder_hidden_states"), ("image", "text"))
-
-
-SD3_STACKS = (
-    Stack(
-        "transformer_blocks",
-        3,
-        "JointTransformerBlock",
-        ("encoder_hidden_states", "hidden_states"),
-        ("text", "image"),
-    ),
-)
-COGVIEW3_STACKS = (_two_streams("transformer_blocks", 3, "CogView3PlusTransformerBlock"),)
-COGVIEW4_STACKS = (_two_streams("transformer_blocks", 3, "CogView4TransformerBlock"),)
-GLM_STACKS = (_two_streams("transformer_blocks", 3, "GlmImageTransformerBlock"),)
-HIDREAM_STACKS = (
-    _two_streams("double_stream_blocks", 2, "HiDreamBlock"),
-    Stack("single_stream_blocks", 3, "HiDreamBlock", ("hidden_states",), ("joint",)),
-)
-HUNYUAN_STACKS = (
-    Stack(
-        "context_embedder.token_refiner.refiner_blocks",
-        2,
-        "HunyuanImageIndividualTokenRefinerBlock",
-        ("hidden_states",),
-        ("text",),
-    ),
-    _two_streams("transformer_blocks", 3, "HunyuanImageTransformerBlock"),
-    _two_streams("single_transformer_blocks", 4, "HunyuanImageSingleTransformerBlock"),
-)
-
 CASES = (
-    Case("SD3Transformer2DModel", SD3, _sd3, SD3_STACKS, notes="The last block returns None for the text."),
+    Case("SD3Transformer2DModel", SD3, _sd3, notes="The last block returns None for the text."),
     Case(
         "SD3Transformer2DModel",
         SD3,
         _sd3_controlnet,
-        SD3_STACKS,
         variant="controlnet",
         notes="Nothing is added after the last block.",
     ),
@@ -168,7 +135,6 @@ CASES = (
         "SD3Transformer2DModel",
         SD3,
         _sd3_skip_layers,
-        SD3_STACKS,
         variant="skip-layers",
         notes="Block 1 is never called.",
     ),
@@ -176,7 +142,6 @@ CASES = (
         "SD3Transformer2DModel",
         SD3 | {"dual_attention_layers": (0, 1), "qk_norm": "rms_norm"},
         _sd3,
-        SD3_STACKS,
         variant="dual-attention",
         notes="Blocks 0 and 1 have a second attention, the last has not.",
     ),
@@ -184,29 +149,25 @@ CASES = (
         "CogView3PlusTransformer2DModel",
         COGVIEW,
         _cogview,
-        COGVIEW3_STACKS,
         notes="Text and image enter block 0 as views of one tensor.",
     ),
-    Case("CogView4Transformer2DModel", COGVIEW, _cogview, COGVIEW4_STACKS),
+    Case("CogView4Transformer2DModel", COGVIEW, _cogview),
     Case(
         "GlmImageTransformer2DModel",
         GLM,
         _glm,
-        GLM_STACKS,
         notes="Embedded prior tokens, a conditioning, are added to the image tokens before the blocks.",
     ),
     Case(
         "HiDreamImageTransformer2DModel",
         HIDREAM,
         _hidream,
-        HIDREAM_STACKS,
         notes="Before each block Llama tokens of that block are appended to the text, after it cut off.",
     ),
     Case(
         "HunyuanImageTransformer2DModel",
         HUNYUAN,
         _hunyuan,
-        HUNYUAN_STACKS,
         notes="Without the second text encoder: its projection has a fixed width of 2048.",
     ),
 )

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from . import UNREPLAYED, UNSERVED, Case, Stack, load
+from samovar.arch import Anatomy
+from samovar.trace import probe_anatomy
+
+from . import ANATOMIES, UNREPLAYED, UNSERVED, Case, Stack, load
 
 HEAD = """# Models
 
@@ -79,5 +84,29 @@ def _stack(stack: Stack) -> str:
     return f"`{stack.path}`: {stack.block} -> {values}"
 
 
+def summary(anatomy: Anatomy) -> tuple[list[tuple[Any, ...]], list[str]]:
+    """Of each stack its path, length, class of blocks and what they carry on; and the modules between blocks."""
+    found = []
+    for stack in anatomy.stacks:
+        (block,) = stack.block_classes
+        found.append((stack.path, len(stack), block, [stream.parameter for stream in stack.streams]))
+    return found, list(anatomy.side)
+
+
+def write_anatomies() -> None:
+    """Find all anatomies anew. A person compares what has changed with the model's source, and fills in kinds ("?")."""
+    known = json.loads(ANATOMIES.read_text(encoding="utf-8"))
+    lines = []
+    for case in load():
+        stacks, side = summary(probe_anatomy(case.build(), case.inputs(0), case.inputs(1)))
+        kinds = {stack[0]: stack[4] for stack in known.get(case.id, {"stacks": []})["stacks"]}
+        entry = {"stacks": [[*stack, kinds.get(stack[0], ["?"] * len(stack[3]))] for stack in stacks]}
+        lines.append(f" {json.dumps(case.id)}: {json.dumps(entry | ({'side': side} if side else {}))}")
+    ANATOMIES.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
-    print(page(load()), end="")
+    if sys.argv[1:] == ["--write"]:
+        write_anatomies()
+    else:
+        print(page(load()), end="")

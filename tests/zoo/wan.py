@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import Case, Stack, cond, noise, time
+from . import Case, cond, noise, time
 
 # Latents of 6 channels and 8x10 pixels in patches of 2x2: 20 tokens in a frame, 60 in three frames.
 LATENT, SIZE, FRAME = 6, (8, 10), 20
@@ -88,10 +88,6 @@ def _animate_2(step: int) -> dict[str, Any]:
     }
 
 
-def _blocks(block: str = "WanTransformerBlock", count: int = 3) -> Stack:
-    return Stack("blocks", count, block, ("hidden_states",), ("image",))
-
-
 WAN: dict[str, Any] = {
     "patch_size": (1, 2, 2),
     "num_attention_heads": HEADS,
@@ -135,52 +131,42 @@ ANIMATE_2: dict[str, Any] = {
     "num_layers": 3,
     "use_img_emb": False,
 }
-VACE_STACKS = (
-    Stack("vace_blocks", 2, "WanVACETransformerBlock", (None, "control_hidden_states"), (None, "text")),
-    _blocks(count=4),
-)
 
 CASES = (
-    Case("WanTransformer3DModel", WAN, _wan, (_blocks(),)),
-    Case("WanTransformer3DModel", IMAGE_TO_VIDEO, _image_to_video, (_blocks(),), variant="image-to-video"),
+    Case("WanTransformer3DModel", WAN, _wan),
+    Case("WanTransformer3DModel", IMAGE_TO_VIDEO, _image_to_video, variant="image-to-video"),
     Case(
         "WanTransformer3DModel",
         WAN,
         _ti2v,
-        (_blocks(),),
         variant="ti2v",
         notes="the tokens of the first frame are the given image, at timestep 0",
     ),
-    Case("SkyReelsV2Transformer3DModel", WAN, _wan, (_blocks("SkyReelsV2TransformerBlock"),)),
+    Case("SkyReelsV2Transformer3DModel", WAN, _wan),
     Case(
         "SkyReelsV2Transformer3DModel",
         WAN | {"inject_sample_info": True, "num_frame_per_block": 2},
         _diffusion_forcing,
-        (_blocks("SkyReelsV2TransformerBlock"),),
         variant="diffusion-forcing",
         notes="a timestep for each frame, the later frames one step behind; causal mask over frames",
     ),
-    Case("ChronoEditTransformer3DModel", IMAGE_TO_VIDEO, _chrono_edit, (_blocks(),)),
+    Case("ChronoEditTransformer3DModel", IMAGE_TO_VIDEO, _chrono_edit),
     Case(
         "WanVACETransformer3DModel",
         VACE,
         _vace,
-        VACE_STACKS,
         notes="vace block 0 adds the noisy tokens to the control stream; hints go in after blocks 0 and 2",
     ),
     Case(
         "WanAnimateTransformer3DModel",
         ANIMATE,
         _animate,
-        (_blocks(count=4),),
-        side=("face_adapter",),
         notes="face_adapter is called after blocks 0 and 2",
     ),
     Case(
         "WanAnimate2Transformer3DModel",
         ANIMATE_2,
         _animate_2,
-        (_blocks("WanAnimate2TransformerBlock"),),
         notes="flex attention over a cache of reference keys; no image embedder, its width is fixed at 1280",
     ),
 )

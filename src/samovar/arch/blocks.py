@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -22,7 +22,6 @@ from .declarations import BlockDeclaration, check_stacks, declaration_for
 from .lists import Blocks, blocks_of, find_lists
 from .modules import is_container, parameters_of, tensor_bytes, unwrapped
 
-Evidence = Literal["structure", "probe", "declaration"]
 Place = int | str
 """The position or name of an argument."""
 MIN_NAMED_SHARE = 0.01
@@ -51,7 +50,6 @@ class BlockStack:
     streams: tuple[Stream, ...]
     """The values that a block returns, in order. Empty before a probe, unless they are declared."""
     num_bytes: int
-    evidence: Evidence = "structure"
 
     def __len__(self) -> int:
         return len(self.block_paths)
@@ -133,7 +131,6 @@ def _read_stack(path: str, blocks: Blocks, declaration: BlockDeclaration) -> Blo
         parameters=tuple(parameters_of(next(iter(blocks.values())))),
         streams=tuple(Stream(parameter) for parameter in declared),
         num_bytes=tensor_bytes(blocks.values()),
-        evidence="declaration" if declared else "structure",
     )
 
 

@@ -157,8 +157,7 @@ def add_engine_options(parser: Any) -> None:
     group = add_options(parser, _SPEED, "speed and memory", "Settings are a name, JSON, or a file.")
     group.add_argument("--compile", action=SwitchOrWord, words=("graphs",), default=None,
                        help="compile the denoiser's blocks; or replay its forwards: --compile graphs")  # fmt: skip
-    kinds = {"bool": "", "int": "N"}
-    lines = (f"--{name.replace('_', '-')} {kinds.get(alias.kind, 'VALUE')}  see --{alias.setting}"
+    lines = (f"--{name.replace('_', '-')} {alias.kind.metavar or ''}  see --{alias.setting}"
              for name, alias in ALIASES.items())  # fmt: skip
     add_options(parser, "\n".join(lines), "vllm-omni's names for the same")
 

@@ -33,9 +33,7 @@ def merged_adapters(layers: Iterable[torch.nn.Module]) -> list[list[str]]:
 
 def adapter_layers(modules: Iterable[torch.nn.Module]) -> list[Any]:
     """The layers that peft has put adapters on."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return [module for module in modules if isinstance(module, BaseTunerLayer)]
+    return [module for module in modules if adapter_settings(module) is not None]
 
 
 def switch_adapters(layers: Iterable[Any], scales: Mapping[str, float], before: Iterable[str] = ()) -> None:
@@ -48,9 +46,3 @@ def switch_adapters(layers: Iterable[Any], scales: Mapping[str, float], before: 
         layer._disable_adapters = not names
         for name, scale in all_scales.items():
             layer.set_scale(name, scale)
-
-
-def adapters_of(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, dict[str, Any]]]:
-    """The layers that peft has put adapters on, with their settings."""
-    found = ((module, adapter_settings(module)) for module in modules)
-    return [(module, adapter) for module, adapter in found if adapter is not None]

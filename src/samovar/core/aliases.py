@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from .errors import SettingError
 from .files import check_names, is_file_name, read_settings
+from .settings import FLAG, SETTING, TEXT, Kind, count, read_as
 
 Config = TypeVar("Config")
 
@@ -18,22 +19,22 @@ class Alias(NamedTuple):
 
     setting: str
     """Our setting that it becomes, or becomes part of."""
-    kind: Literal["name", "mapping or file", "bool", "int"]
-    """The type of its value, for the command line and environment variables."""
+    kind: Kind
 
 
+_DEGREE = Alias("parallel", count())
 ALIASES: Mapping[str, Alias] = {
-    "cache_backend": Alias("cache", "name"),
-    "cache_adapter": Alias("cache", "name"),
-    "cache_config": Alias("cache", "mapping or file"),
-    "enable_cpu_offload": Alias("offload", "bool"),
-    "enable_layerwise_offload": Alias("offload", "bool"),
-    "parallel_config": Alias("parallel", "mapping or file"),
-    "ulysses_degree": Alias("parallel", "int"),
-    "ring_degree": Alias("parallel", "int"),
-    "allgather_degree": Alias("parallel", "int"),
-    "cfg_parallel_size": Alias("parallel", "int"),
-    "enforce_eager": Alias("compile", "bool"),
+    "cache_backend": Alias("cache", TEXT),
+    "cache_adapter": Alias("cache", TEXT),
+    "cache_config": Alias("cache", SETTING),
+    "enable_cpu_offload": Alias("offload", FLAG),
+    "enable_layerwise_offload": Alias("offload", FLAG),
+    "parallel_config": Alias("parallel", SETTING),
+    "ulysses_degree": _DEGREE,
+    "ring_degree": _DEGREE,
+    "allgather_degree": _DEGREE,
+    "cfg_parallel_size": _DEGREE,
+    "enforce_eager": Alias("compile", FLAG),
 }
 
 
@@ -53,18 +54,15 @@ class AliasArguments(TypedDict, total=False):
     enforce_eager: bool
 
 
-SETTINGS = {name: alias.setting for name, alias in ALIASES.items()}
-DEGREES = frozenset(name for name, alias in ALIASES.items() if alias.kind == "int")
 CLASSES: Mapping[str, str] = {"DiffusionParallelConfig": "SequenceParallelConfig"}
 """Classes of `samovar` that have another name there."""
 
 
 def resolve(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with every alias replaced by the setting it stands for."""
-    resolved = {name: value for name, value in settings.items() if name not in ALIASES}
-    aliases: dict[str, dict[str, Any]] = {}
+    resolved, aliases = dict(settings), dict[str, dict[str, Any]]()
     for name in ALIASES.keys() & settings.keys():
-        aliases.setdefault(ALIASES[name].setting, {})[name] = settings[name]
+        aliases.setdefault(ALIASES[name].setting, {})[name] = resolved.pop(name)
     for setting, given in aliases.items():
         if setting in resolved:
             names = ", ".join(sorted(given))
@@ -88,58 +86,46 @@ def accept_aliases(cls: type[Config]) -> type[Config]:
 
 
 def _cache(given: Mapping[str, Any]) -> Any:
-    backend, config = given.get("cache_backend"), given.get("cache_config")
-    adapter = given.get("cache_adapter")  # The older name.
-    if adapter is not None:
-        if backend not in (None, adapter):
-            message = (
-                f"cache_adapter={adapter!r} and cache_backend={backend!r} contradict each other. Give one of them."
-            )
-            raise SettingError(message, param="cache_adapter")
-        backend = adapter
+    config, adapter = given.get("cache_config"), given.get("cache_adapter")
+    backend = given.get("cache_backend") or adapter
+    if adapter not in (None, backend):
+        message = f"cache_adapter={adapter!r} and cache_backend={backend!r} contradict each other. Give one of them."
+        raise SettingError(message, param="cache_adapter")
     if config is None or backend is None:
-        return config if backend is None else backend
+        return backend or config
     if is_file_name(config):
         saved = read_settings(config, "cache")
-        if saved.get("backend", backend) != backend:
-            raise SettingError(
-                f"{str(config)!r} is for the cache {saved['backend']!r}, not {backend!r}. Leave out cache_backend.",
-                param="cache_backend",
+        if "backend" in saved and saved["backend"] != backend:
+            message = (
+                f"{str(config)!r} is for the cache {saved['backend']!r}, not {backend!r}. Leave out cache_backend."
             )
+            raise SettingError(message, param="cache_backend")
         if "backend" in saved:
             return config  # As a file, which may also hold the steps that it was tuned for.
         config = saved
     if not isinstance(config, Mapping):
-        raise SettingError(
-            f"cache_config={config!r}; expected a mapping such as {{'rel_l1_thresh': 0.2}}, or a file with one.",
-            param="cache_config",
-        )
+        expected = "a mapping such as {'rel_l1_thresh': 0.2}, or a file with one"
+        raise SettingError(f"cache_config={config!r}; expected {expected}.", param="cache_config")
     return {**config, "backend": backend}
 
 
 def _offload(given: Mapping[str, Any]) -> str | None:
-    for name, value in given.items():
-        if not isinstance(value, bool):
-            raise SettingError(f"{name} must be true or false, not {value!r}.", param=name)
-    if given.get("enable_cpu_offload") and given.get("enable_layerwise_offload"):
+    chosen = [name for name, value in sorted(given.items()) if read_as(FLAG, value, name)]
+    if len(chosen) > 1:
         raise SettingError(
             "enable_cpu_offload and enable_layerwise_offload exclude each other: either whole components take turns, "
             "or their blocks stream. Choose one, or give gpu_memory alone, which chooses for you.",
             param="enable_cpu_offload",
         )
-    if given.get("enable_cpu_offload"):
-        return "model"
-    return "layerwise" if given.get("enable_layerwise_offload") else None
+    return {"enable_cpu_offload": "model", "enable_layerwise_offload": "layerwise"}[chosen[0]] if chosen else None
 
 
 def _parallel(given: Mapping[str, Any]) -> Any:
-    if "parallel_config" not in given:
-        return dict(given)
-    if len(given) > 1:
-        others = ", ".join(sorted(given.keys() - {"parallel_config"}))
+    others = ", ".join(sorted(given.keys() - {"parallel_config"}))
+    if "parallel_config" in given and others:
         message = f"parallel_config and {others} were both given. Put {others} into parallel_config."
         raise SettingError(message, param="parallel_config")
-    return given["parallel_config"]
+    return given.get("parallel_config", given)
 
 
 _RESOLVERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {

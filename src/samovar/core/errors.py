@@ -24,6 +24,7 @@ caller who does not know Samovar would catch.
 
 from __future__ import annotations
 
+import copyreg
 import difflib
 from collections.abc import Iterable
 from typing import Any
@@ -34,14 +35,7 @@ class SamovarError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with all attributes, whatever the signature of the class."""
-        return _restored, (type(self), str(self), dict(vars(self)))
-
-
-def _restored(kind: type[SamovarError], message: str, known: dict[str, Any]) -> SamovarError:
-    error = kind.__new__(kind, message)
-    Exception.__init__(error, message)
-    vars(error).update(known)
-    return error
+        return copyreg.__newobj__, (type(self), str(self)), vars(self)  # type: ignore[attr-defined]
 
 
 class SettingError(SamovarError, ValueError):

@@ -8,7 +8,7 @@ import logging
 import os
 import reprlib
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,8 +18,6 @@ INDEX, MODULAR_INDEX = "model_index.json", "modular_model_index.json"
 """The file by which a folder is that of a pipeline, and of a modular one."""
 _MAX_BYTES_OF_JSON, _MAX_BYTES_OF_SETTINGS = 256 * 2**20, 4 * 2**20
 """The largest tokenizers are files of some 40 MiB, and tuned settings of some 100 KiB."""
-_MAX_VALUES = 1_000_000
-"""In a YAML file, with what its aliases repeat."""
 _TOO_DEEP, _MAX_LEVELS = "it is nested too deeply", 64
 _MAX_BITS = 400
 """Of a number whose digits are shown."""
@@ -58,10 +56,9 @@ def parse_json(file: Path) -> Any:
     them, and other libraries read them so."""
     try:
         return json.loads(_read_text(file, _MAX_BYTES_OF_JSON))
-    except ValueError as error:
-        raise ModelError(f"{file} is not valid JSON: {error}") from error
-    except RecursionError:
-        raise ModelError(f"{file} is not valid JSON: {_TOO_DEEP}") from None
+    except (ValueError, RecursionError) as error:
+        why = _TOO_DEEP if isinstance(error, RecursionError) else error
+        raise ModelError(f"{file} is not valid JSON: {why}") from error
 
 
 @contextlib.contextmanager
@@ -143,37 +140,58 @@ def read_settings(file: str | Path, param: str) -> dict[str, Any]:
     content = read_mapping(file, param)
     settings = content.get(param, content)
     if not isinstance(settings, dict):
-        raise SettingError(
-            f"{str(file)!r} must hold settings by name under {param!r}, not {brief(settings)}.", param=param
-        )
+        message = f"{str(file)!r} must hold settings by name under {param!r}, not {brief(settings)}."
+        raise SettingError(message, param=param)
     return settings
 
 
 def read_mapping(file: str | Path, param: str) -> dict[str, Any]:
     """The mapping in a JSON or YAML file."""
     path = Path(file)
-    if path.suffix.lower() not in (".json", ".yaml", ".yml"):
+    parse = {".json": parse_settings, ".yaml": parse_yaml, ".yml": parse_yaml}.get(path.suffix.lower())
+    if parse is None:
         raise SettingError(f"{param}: {str(path)!r} must end in .json, .yaml or .yml.", param=param)
     try:
-        content = _parse(path.expanduser())
+        content = parse(_read_text(path.expanduser(), _MAX_BYTES_OF_SETTINGS))
     except (OSError, ValueError, RuntimeError) as error:  # The last for the home of an unknown user.
         raise SettingError(f"{param}: {str(path)!r} cannot be read: {error}", param=param) from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
+    if not isinstance(content, (dict, type(None))):
         raise SettingError(f"{str(path)!r} must hold settings by name, such as `model: emoji`.", param=param)
-    return content
-
-
-def _parse(path: Path) -> Any:
-    text = _read_text(path, _MAX_BYTES_OF_SETTINGS)
-    return parse_settings(text) if path.suffix.lower() == ".json" else parse_yaml(text)
+    return content or {}
 
 
 def parse_settings(text: str) -> Any:
     """Settings as JSON: without NaN, and with each name once. Raises ValueError."""
+    return _flat(lambda: json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant))
+
+
+def parse_yaml(text: str) -> Any:
+    """Settings as YAML: with each name once, and without aliases, by which a short text stands for more values than
+    memory holds. Raises ValueError."""
+    import yaml  # type: ignore[import-untyped, unused-ignore]
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise ValueError(f"it has the alias *{self.peek_event().anchor}; write out what that stands for")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            _unique([(key.value, None) for key, _ in node.value if isinstance(key.value, str)])
+            return super().construct_mapping(node, deep)
+
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        return _flat(lambda: yaml.load(text, Loader))
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    except (LookupError, AttributeError, TypeError) as error:  # Such as for `!!bool x`.
+        raise ValueError(f"a value is not what its tag says ({error})") from error
+
+
+def _flat(parse: Callable[[], Any]) -> Any:
+    """What is parsed, unless it is nested too deeply."""
+    try:
+        value = parse()
         if _levels(value) > _MAX_LEVELS:
             raise RecursionError
         return value
@@ -208,46 +226,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
-
-
-def parse_yaml(text: str) -> Any:
-    """Settings as YAML. Raises ValueError. Values are counted before they are built: with aliases, a short text can
-    stand for more of them than memory holds."""
-    import yaml  # type: ignore[import-untyped, unused-ignore]
-
-    try:
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        count, levels = _count_values(node, {})
-        if levels > _MAX_LEVELS:
-            raise RecursionError
-        if count > _MAX_VALUES:
-            raise ValueError(f"with what its aliases repeat it holds more than {_MAX_VALUES} values")
-        return loader.construct_document(node)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
-    except (LookupError, AttributeError, TypeError) as error:  # Such as for `!!bool x`.
-        raise ValueError(f"a value is not what its tag says ({error})") from error
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-
-
-def _count_values(node: Any, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
-    """How many values a node of YAML stands for, in how many levels; and that no mapping in it has a name twice."""
-    if id(node) in known:
-        found = known[id(node)]
-        if found is None:
-            raise ValueError("it contains itself")
-        return found
-    known[id(node)] = None
-    children = node.value if isinstance(node.value, list) else []
-    if children and isinstance(children[0], tuple):
-        names = [(key.tag, key.value) for key, _ in children if isinstance(key.value, str)]
-        _unique([(name, None) for tag, name in names if not tag.endswith(":merge")])
-        children = [each for pair in children for each in pair]
-    counts = [_count_values(child, known) for child in children]
-    found = 1 + sum(count for count, _ in counts), 1 + max((levels for _, levels in counts), default=0)
-    known[id(node)] = found
-    return found

@@ -162,9 +162,7 @@ def _with_parts(value: Any, parts: list[Any]) -> Any:
     if isinstance(value, dict):
         for key, part in zip(value, parts, strict=True):
             changed[key] = part
-    elif hasattr(value, "__dict__"):
-        vars(changed).update(zip(vars(value), parts, strict=True))
-    else:
-        for name, part in zip(type(value).__dataclass_fields__, parts, strict=True):
-            object.__setattr__(changed, name, part)
+        return changed
+    for (name, _), part in zip(_parts(value, ()), parts, strict=True):
+        object.__setattr__(changed, name, part)  # It may be frozen.
     return changed

@@ -6,7 +6,6 @@ As in `interop`, names that belong to no type stand in this file and nowhere els
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -26,17 +25,11 @@ class Quantiser(NamedTuple):
         """Why it cannot be used here: it is not installed, or too old; empty if it can."""
         from packaging.requirements import Requirement
 
-        try:
-            is_here = importlib.util.find_spec(self.package) is not None
-        except ModuleNotFoundError:  # Of the package that it is in.
-            is_here = False
-        if not is_here:
-            return "which is not installed"
         wanted = Requirement(self.requirement)
         try:
             version = importlib.metadata.version(wanted.name)
-        except importlib.metadata.PackageNotFoundError:  # A folder on the path, without a version.
-            return ""
+        except importlib.metadata.PackageNotFoundError:
+            return "which is not installed"
         is_enough = wanted.specifier.contains(version, prereleases=True)
         return "" if is_enough else f"of which {version} is installed, and {wanted.specifier} is needed"
 

@@ -63,8 +63,6 @@ class Setting(NamedTuple):
     """Whether None is accepted."""
     option: str | None
     """The option of the shell; None if there is none."""
-    group: str
-    """The heading of the options in help, by which a command chooses those that it has."""
 
     def read(self, value: Any, name: str = "") -> Any:
         """The value as it is kept."""
@@ -81,20 +79,13 @@ class Setting(NamedTuple):
 
 
 def setting(
-    default: Any,
-    kind: Kind,
-    help: str,
-    *,
-    optional: bool = False,
-    option: str | None = "",
-    group: str = "",
-    **field: Any,
+    default: Any, kind: Kind, help: str, *, optional: bool = False, option: str | None = "", **field: Any
 ) -> Any:
     """Declare a field of a class of settings. None is accepted if it is the default, or with `optional`. A default that
     is a type is called for each object. The option is `--` and the name unless `option` says otherwise; None is no
     option. `field` is for `dataclasses.field`, such as repr=False."""
     kept = {"default_factory": default} if isinstance(default, type) else {"default": default}
-    row = Setting("", None, kind, help, optional or default is None, option, group)
+    row = Setting("", None, kind, help, optional or default is None, option)
     return dataclasses.field(**kept, **field, metadata={"setting": row})
 
 
@@ -146,13 +137,11 @@ def table(cls: type[Settings]) -> Mapping[str, Setting]:
     """The settings of a class by name, in the order of their declaration."""
     rows: dict[str, Setting] = {}
     for field in dataclasses.fields(cls):
-        row: Setting | None = field.metadata.get("setting")
-        if row is not None:
+        if "setting" in field.metadata:
+            row, usual = field.metadata["setting"], f"--{field.name.replace('_', '-')}"
             default = None if field.default is dataclasses.MISSING else field.default
-            usual = f"--{field.name.replace('_', '-')}"
-            rows[field.name] = row._replace(
-                name=field.name, default=default, option=usual if row.option == "" else row.option
-            )
+            option = usual if row.option == "" else row.option
+            rows[field.name] = row._replace(name=field.name, default=default, option=option)
     return rows
 
 
@@ -263,9 +252,7 @@ SETTING = Kind("a name, settings, or a file", lambda value: value, parse_name_or
 
 # ------------------------------------------------------------------------------------------------ sizes and tolerances
 
-_UNITS = {
-    "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40
-}  # fmt: skip
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 _MAX_WITHOUT_UNIT = 1024
 """A whole number from 1 to this is a size whose unit was forgotten."""
 TOLERANCES: Mapping[str, float] = {"exact": 0.0, "high": 0.02, "fast": 0.06}
@@ -276,12 +263,14 @@ def _read_size(value: Any) -> int:
     size = parse_number(value)
     if type(size) is int and (size == 0 or size > _MAX_WITHOUT_UNIT):
         return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", brief(value).strip("'"))
-    unit = match[2].lower() if match else ""
-    if match and unit in _UNITS:
-        return int(float(match[1]) * _UNITS[unit])
-    is_near = match and unit in ("", *"kmgt") and float(match[1]) <= _MAX_WITHOUT_UNIT
-    raise ValueError(f"Did you mean '{match[1]}{(unit or 'g').upper()}iB'?" if match and is_near else "")
+    match = _SIZE.fullmatch(brief(value).strip("' "))
+    if match is None:
+        raise ValueError
+    figure, prefix, binary, unit = match.groups()
+    if unit and (prefix or not binary):
+        return int(float(figure) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " "))
+    is_near = not binary and float(figure) <= _MAX_WITHOUT_UNIT
+    raise ValueError(f"Did you mean '{figure}{(prefix or 'g').upper()}iB'?" if is_near else "")
 
 
 def _read_tolerance(value: Any) -> float:

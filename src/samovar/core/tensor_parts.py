@@ -9,7 +9,6 @@ of the plain tensors, so all objects stay what they are; a wrapper's device is t
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterable
 from operator import is_not
@@ -18,6 +17,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from . import nested
 
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
 _Arguments = ParamSpec("_Arguments")
@@ -102,25 +103,8 @@ def rebuilt(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
         inner = {name: rebuilt(getattr(tensor, name), change) for name in names}
         return kind.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
     other = change(tensor).as_subclass(type(tensor))
-    vars(other).update(_rebuilt_table(vars(tensor), type(tensor).__module__.partition(".")[0], change))
+    vars(other).update(nested.map_tensors(lambda part: rebuilt(part, change), vars(tensor)))
     return other
-
-
-def _rebuilt_table(table: dict[str, Any], library: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    made = dict(table)
-    for name, value in table.items():
-        if isinstance(value, torch.Tensor):
-            made[name] = rebuilt(value, change)
-        elif _belongs(value, library):
-            made[name] = copy.copy(value)
-            vars(made[name]).update(_rebuilt_table(vars(value), library, change))
-    return made
-
-
-def _belongs(value: Any, library: str) -> bool:
-    """Whether an attribute is an object of the tensor's own library, which may hold further tensors."""
-    is_own = type(value).__module__.partition(".")[0] == library
-    return is_own and hasattr(value, "__dict__") and not isinstance(value, (torch.nn.Module, type))
 
 
 def num_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
@@ -149,18 +133,19 @@ def _take(tensor: torch.Tensor, parts: Parts, seen: set[int]) -> None:
             parts.wrappers.append(Wrapper(tensor, names))
     else:
         parts.plain.append(tensor)
-        _take_attached(vars(tensor), type(tensor).__module__.partition(".")[0], parts, seen)
+        _take_attached(tensor, type(tensor).__module__.partition(".")[0], parts, seen)
 
 
-def _take_attached(table: dict[str, Any], library: str, parts: Parts, seen: set[int]) -> None:
-    """Take the tensors among some attributes, and those of objects of the same library."""
-    parts.tables.append(table)
-    for value in table.values():
+def _take_attached(holder: Any, library: str, parts: Parts, seen: set[int]) -> None:
+    """Take the tensors among the attributes of an object, and those of objects of the same library."""
+    seen.add(id(holder))
+    parts.tables.append(vars(holder))
+    for value in vars(holder).values():
+        is_own = type(value).__module__.partition(".")[0] == library and not isinstance(value, torch.nn.Module)
         if isinstance(value, torch.Tensor):
             _take(value, parts, seen)
-        elif _belongs(value, library) and id(value) not in seen:
-            seen.add(id(value))
-            _take_attached(vars(value), library, parts, seen)
+        elif is_own and hasattr(value, "__dict__") and id(value) not in seen:
+            _take_attached(value, library, parts, seen)
 
 
 def problem_of(tensor: torch.Tensor) -> str | None:

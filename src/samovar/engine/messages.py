@@ -14,7 +14,6 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-import numpy as np
 from PIL import Image
 
 from ..core.errors import SamovarError
@@ -73,21 +72,21 @@ FromWorker = Ready | Fatal | Update | Finished
 
 _RAW_MODES = ("L", "RGB", "RGBA")
 """Images that are their bytes; others are pickled."""
-_PLAIN, _WITH_IMAGES = b"\0", b"\1"
 
 
 def send(pipe: Connection, message: Any, process_id: int) -> None:
     """Send a message to the process at the other end."""
-    body, pixels = io.BytesIO(), io.BytesIO()
-    _Pickler(body, pixels).dump(message)
-    if not pixels.tell():
-        pipe.send_bytes(_PLAIN + body.getvalue())
+    body, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(body, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append).dump(message)
+    pixels = [buffer.raw() for buffer in buffers]
+    if not pixels:
+        pipe.send((body.getvalue(), []))
         return
     handle = _shared_memory()
     try:
         with open(handle, "wb", closefd=False) as file:
-            file.write(pixels.getbuffer())
-        pipe.send_bytes(_WITH_IMAGES + body.getvalue())
+            file.writelines(pixels)
+        pipe.send((body.getvalue(), [each.nbytes for each in pixels]))
         reduction.send_handle(pipe, handle, process_id)
     finally:
         os.close(handle)
@@ -95,13 +94,12 @@ def send(pipe: Connection, message: Any, process_id: int) -> None:
 
 def receive(pipe: Connection) -> Any:
     """The next message; EOFError or OSError at the end of the pipe."""
-    data = pipe.recv_bytes()
-    pixels = b""
-    if data[:1] == _WITH_IMAGES:
-        with open(reduction.recv_handle(pipe), "rb") as file:
-            file.seek(0)
-            pixels = file.read()
-    return _Unpickler(io.BytesIO(data[1:]), pixels).load()
+    body, sizes = pipe.recv()
+    if not sizes:
+        return pickle.loads(body)
+    with open(reduction.recv_handle(pipe), "rb") as file:
+        file.seek(0)
+        return pickle.loads(body, buffers=[bytearray(file.read(size)) for size in sizes])
 
 
 def _shared_memory() -> int:
@@ -113,33 +111,13 @@ def _shared_memory() -> int:
 
 
 class _Pickler(pickle.Pickler):
-    """Puts pixels and samples aside."""
+    """Puts the pixels of images aside, as numpy does with those of arrays."""
 
-    def __init__(self, body: io.BytesIO, pixels: io.BytesIO) -> None:
-        super().__init__(body, protocol=pickle.HIGHEST_PROTOCOL)
-        self._pixels = pixels
-
-    def persistent_id(self, item: Any) -> tuple[str, tuple[int, ...], int, int] | None:
+    def reducer_override(self, item: Any) -> Any:
         if isinstance(item, Image.Image) and item.mode in _RAW_MODES:
-            kind, shape, content = item.mode, item.size, item.tobytes()
-        elif type(item) is np.ndarray and item.dtype.kind in "uif":
-            kind, shape, content = item.dtype.str, item.shape, item.tobytes()
-        else:
-            return None
-        first = self._pixels.tell()
-        return kind, shape, first, first + self._pixels.write(content)
+            return _image, (item.mode, item.size, pickle.PickleBuffer(item.tobytes()))
+        return NotImplemented
 
 
-class _Unpickler(pickle.Unpickler):
-    """Puts them back."""
-
-    def __init__(self, body: io.BytesIO, pixels: bytes) -> None:
-        super().__init__(body)
-        self._pixels = memoryview(pixels)
-
-    def persistent_load(self, found: tuple[str, tuple[int, ...], int, int]) -> Any:
-        kind, shape, first, last = found
-        content = self._pixels[first:last]
-        if kind in _RAW_MODES:
-            return Image.frombytes(kind, (shape[0], shape[1]), bytes(content))
-        return np.frombuffer(content, kind).reshape(shape).copy()
+def _image(mode: str, size: tuple[int, int], pixels: bytearray) -> Image.Image:
+    return Image.frombytes(mode, size, bytes(pixels))

@@ -132,19 +132,15 @@ def _environment(config: OmniDiffusionConfig, gpus: Sequence[int] = ()) -> Itera
     if not config.trust_remote_code:
         wanted["DIFFUSERS_DISABLE_REMOTE_CODE"] = "1"
     with _one_at_a_time:
-        added = {name: value for name, value in wanted.items() if name not in os.environ}
-        visible = os.environ.get(_VISIBLE)
-        os.environ.update(added | ({_VISIBLE: visible_gpus(gpus, visible)} if gpus else {}))
+        before = {name: os.environ.get(name) for name in (*wanted, _VISIBLE)}
+        os.environ.update({name: value for name, value in wanted.items() if before[name] is None})
+        if gpus:  # The first one that is visible is 0.
+            names = (before[_VISIBLE] or "").split(",")
+            os.environ[_VISIBLE] = ",".join(names[gpu].strip() if names[0] else str(gpu) for gpu in gpus)
         try:
             yield
         finally:
-            for name in (*added, _VISIBLE) if gpus else added:
+            for name, value in before.items():
                 os.environ.pop(name, None)
-            if gpus and visible is not None:
-                os.environ[_VISIBLE] = visible
-
-
-def visible_gpus(gpus: Sequence[int], visible: str | None) -> str:
-    """These GPUs as CUDA_VISIBLE_DEVICES names them, where it is set already: its first one is 0."""
-    names = visible.split(",") if visible else []
-    return ",".join(names[gpu].strip() if names else str(gpu) for gpu in gpus)
+                if value is not None:
+                    os.environ[name] = value

@@ -14,7 +14,7 @@ from typing import Any
 from ..core import aliases
 from ..core.errors import SettingError
 from ..core.files import brief, check_names, read_mapping
-from ..core.settings import FLAG, SETTING, TEXT, Kind, Setting, count
+from ..core.settings import Kind, Setting
 
 PREFIX = "SAMOVAR_"
 NOT_SETTINGS = frozenset({"SAMOVAR_API_KEY"})
@@ -25,14 +25,12 @@ _SET_BY_KUBERNETES = re.compile(
 )
 """Variables in every container where a Service is named samovar or samovar-something."""
 
-_PARSERS = {"name": TEXT, "bool": FLAG, "int": count(), "mapping or file": SETTING}
-"""By the kind of an alias."""
-
 
 def gather(arguments: Mapping[str, Any], file: str | Path | None, rows: Mapping[str, Setting]) -> dict[str, Any]:
     """All settings by name; `rows` are those that there are."""
-    kinds = {**{name: row.kind for name, row in rows.items()},
-             **{name: _PARSERS[alias.kind] for name, alias in aliases.ALIASES.items()}}  # fmt: skip
+    kinds = {name: row.kind for name, row in rows.items()} | {
+        name: alias.kind for name, alias in aliases.ALIASES.items()
+    }
     in_file = {} if file is None else read_mapping(file, "config")
     in_file.pop("server", None)  # What `samovar serve` alone reads.
     check_names(arguments, kinds, "a setting of Omni")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import gc
 import os
@@ -21,13 +20,12 @@ from ..core.errors import EngineError, SamovarError
 from ..offload.pinned import trim_heap
 from ..parallel import join_world
 from .events import Event, Listener
-from .messages import Cancel, Fatal, Finished, FromWorker, Ready, Run, Update, receive, send
+from .messages import Fatal, Finished, FromWorker, Ready, Run, Update, receive, send
 from .settings import OmniDiffusionConfig
 from .worker import Worker
 
 EXIT_ORPHANED, EXIT_BAD_MESSAGE, EXIT_GPU_LOST = 3, 4, 5
 _PR_SET_PDEATHSIG = 1
-MAX_CANCELLABLE = 4096
 
 
 class Place(NamedTuple):
@@ -48,9 +46,7 @@ def worker_main(config: OmniDiffusionConfig, place: Place, pipe: Connection) -> 
     tqdm.set_lock(threading.RLock())
     inbox = Inbox(pipe)
     try:
-        _share_processor(config, place)
-        if place.num_ranks > 1:
-            _join_ranks(config, place)
+        _set_up_rank(config, place)
         worker = Worker(config)
         if config.warm_up or (config.warm_up is None and config.compile):
             worker.warm_up()
@@ -64,16 +60,14 @@ def worker_main(config: OmniDiffusionConfig, place: Place, pipe: Connection) -> 
     send(pipe, ready, place.parent_id)
     gc.collect()
     gc.freeze()  # Otherwise each collection would search the whole model, for a sixth of a second.
-    for number in range(worker.max_runs - 1):
-        serving = threading.Thread(target=_serve_on, args=(worker, inbox, pipe, place), daemon=True)
-        serving.name = f"samovar request {number}"
-        serving.start()
-    while True:
-        serve_next(worker, inbox, pipe, place)
+    for number in range(1, worker.max_runs):
+        name = f"samovar request {number}"
+        threading.Thread(target=_serve, args=(worker, inbox, pipe, place), daemon=True, name=name).start()
+    _serve(worker, inbox, pipe, place)  # In this thread, which knows the GPU of its rank.
 
 
-def _serve_on(worker: Worker, inbox: Inbox, pipe: Connection, place: Place) -> None:
-    """The same in another thread. What ends one thread ends the process."""
+def _serve(worker: Worker, inbox: Inbox, pipe: Connection, place: Place) -> None:
+    """Serve one request after the other. What ends one thread ends the process."""
     try:
         while True:
             serve_next(worker, inbox, pipe, place)
@@ -98,10 +92,8 @@ class Inbox:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._runs: queue.SimpleQueue[Run] = queue.SimpleQueue()
-        self._cancelled: set[int] = set()
-        """Only the reading thread writes this, so no cancellation is lost."""
-        self._sent: collections.deque[int] = collections.deque(maxlen=MAX_CANCELLABLE)
-        """The numbers of the last requests. What is older is over."""
+        self._cancelled: dict[int, bool] = {}
+        """Of those that were sent and are not over."""
         threading.Thread(target=self._read, daemon=True, name="samovar inbox").start()
 
     def next(self) -> Run:
@@ -109,7 +101,11 @@ class Inbox:
         return self._runs.get()
 
     def is_cancelled(self, number: int) -> bool:
-        return number in self._cancelled
+        return self._cancelled.get(number, False)
+
+    def forget(self, number: int) -> None:
+        """A request is over."""
+        self._cancelled.pop(number, None)
 
     def _read(self) -> None:
         code = EXIT_BAD_MESSAGE  # Better a new process than one that hears nothing.
@@ -117,11 +113,10 @@ class Inbox:
             while True:
                 message = receive(self._pipe)
                 if isinstance(message, Run):
-                    self._sent.append(message.number)
-                    self._cancelled = self._cancelled.intersection(self._sent)
+                    self._cancelled[message.number] = False
                     self._runs.put(message)
-                elif isinstance(message, Cancel):
-                    self._cancelled = {*self._cancelled, message.number}
+                elif message.number in self._cancelled:
+                    self._cancelled[message.number] = True
         except (EOFError, OSError):
             code = 0  # The parent is gone. The system cleans up.
         except BaseException:
@@ -131,17 +126,15 @@ class Inbox:
             os._exit(code)
 
 
-def _share_processor(config: OmniDiffusionConfig, place: Place) -> None:
-    """Leave the other ranks their part of the processor, and on a CPU other replicas theirs."""
+def _set_up_rank(config: OmniDiffusionConfig, place: Place) -> None:
+    """Share the processor with the other ranks, and on a CPU with other replicas; and join the ranks as under torchrun.
+    The parent holds the store, so it outlives every rank."""
     num_processes = place.num_ranks * (config.num_replicas if config.execution_device().type == "cpu" else 1)
     if num_processes > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // num_processes))
-
-
-def _join_ranks(config: OmniDiffusionConfig, place: Place) -> None:
-    """Join the other ranks as under torchrun. The parent holds the store, so it outlives every rank."""
-    os.environ |= rank_environment(place)
-    join_world(backend=config.backend)
+    if place.num_ranks > 1:
+        os.environ |= rank_environment(place)
+        join_world(backend=config.backend)
 
 
 def rank_environment(place: Place) -> dict[str, str]:
@@ -162,16 +155,16 @@ def rank_environment(place: Place) -> dict[str, str]:
     return variables
 
 
+_sending = threading.Lock()
+"""Requests share a pipe, and a message may be followed by its images."""
+
+
 def serve_next(worker: Worker, inbox: Inbox, pipe: Connection, place: Place) -> None:
     """Serve one request and free everything it used."""
     _answer(worker, inbox.next(), inbox, pipe, place)
     # An error is in a cycle with its frames, whose tensors may fill a GPU.
     gc.collect()
     trim_heap()  # Requests of all sizes fragment it: it would grow for days.
-
-
-_sending = threading.Lock()
-"""Requests share a pipe, and a message may be followed by its images."""
 
 
 def _answer(worker: Worker, run: Run, inbox: Inbox, pipe: Connection, place: Place) -> None:
@@ -191,5 +184,6 @@ def _answer(worker: Worker, run: Run, inbox: Inbox, pipe: Connection, place: Pla
     if isinstance(outcome, EngineError) and not worker.is_healthy():
         tell(Fatal(outcome))
         os._exit(EXIT_GPU_LOST)  # A regular exit would wait for the GPU, which may never answer.
+    inbox.forget(run.number)
     is_told = place.rank == 0 or isinstance(outcome, SamovarError)
     tell(Finished(run.number, outcome if is_told else None, worker.usage()))

@@ -1,7 +1,6 @@
 """Computed forwards are replayed as CUDA graphs, with the bits of the model."""
 
-from .apply import GraphsHook, apply_graphs
 from .config import GraphsConfig
-from .replayer import ReplayStats
+from .replayer import GraphsHook, ReplayStats, apply_graphs
 
 __all__ = ["GraphsConfig", "GraphsHook", "ReplayStats", "apply_graphs"]

@@ -1,12 +1,13 @@
 """What a forward does that a replay would not do again: seen by running it once, operation by operation.
 
 A replay repeats kernels with the addresses that they had. It does not wait for numbers, so nothing may depend on them
-in Python; it copies nothing from the host; and what it writes outside of its own memory would be lost or repeated.
+in Python; it copies nothing from the host; what it writes outside of its own memory would be lost or repeated; and what
+is added up in no fixed order has other bits each time, so that nothing could be compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,8 +19,12 @@ from ..core.interop import memory_of
 from ..core.nested import ATOMS
 from ..core.tensor_parts import is_plain
 
-_WAITS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+_WAITS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _INDEXING = ("index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put", "_index_put_impl_")
+_UNORDERED = ("scatter_add", "scatter_add_", "index_add", "index_add_")
+"""On a GPU these add in whatever order threads arrive."""
+
+_MAKERS = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
 
 
 class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -32,38 +37,37 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.problem: str | None = None
         self.constants: list[torch.Tensor] = []
         """Tensors that are read and are neither inputs nor weights. Whoever replays must keep them."""
-        self._inputs = set(map(memory_of, inputs))
-        self._known, self._made = self._inputs.union(map(memory_of, weights)), set[int]()
+        self._inputs, self._made = set(map(memory_of, inputs)), set[int]()
+        self._known = self._inputs.union(map(memory_of, weights))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read = _tensors((args, kwargs))
-        for tensor in read:
-            if memory_of(tensor) not in self._known | self._made:
-                self._known.add(memory_of(tensor))
-                self.constants.append(tensor)
+        outside = {memory_of(tensor): tensor for tensor in read if memory_of(tensor) not in self._known | self._made}
+        self._known |= outside.keys()
+        self.constants += outside.values()
         output = func(*args, **(kwargs or {}))
         made = _tensors(output)
         self._made |= set(map(memory_of, made)) - self._known
         if self.problem is None and isinstance(func, torch._ops.OpOverload):
-            self.problem = self._problem(func, args, kwargs or {}, [*(t for t in read if t.dim()), *made])
+            seen = [*(tensor for tensor in read if tensor.dim()), *made]
+            self.problem = next(self._problems(func, args, kwargs or {}, seen), None)
         return output
 
-    def _problem(self, func: Any, args: Any, kwargs: Any, seen: list[torch.Tensor]) -> str | None:
-        name = func.__name__.partition(".")[0]
+    def _problems(self, func: Any, args: Any, kwargs: Any, seen: list[torch.Tensor]) -> Iterator[str]:
+        name, arguments = func.__name__.partition(".")[0], func._schema.arguments
         if name in _INDEXING:
-            if any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1])):
-                return f"waits for the device ({name} with a mask)"
-        elif any(tag in func.tags for tag in _WAITS):
-            return f"waits for the device ({name})"
+            if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(args[1])):
+                yield f"waits for the device ({name} with a mask)"
+        elif _WAITS.intersection(func.tags):
+            yield f"waits for the device ({name})"
+        if name in _UNORDERED:
+            yield f"adds up in no fixed order ({name}), so that its bits differ from run to run"
         if len({tensor.device.type for tensor in seen}) > 1:
-            return f"copies between devices ({name})"
-        arguments = func._schema.arguments
+            yield f"copies between devices ({name})"
         given = dict(zip((one.name for one in arguments), args, strict=False)) | kwargs
-        for one in arguments:
-            if one.alias_info is not None and one.alias_info.is_write:
-                for memory in set(map(memory_of, _tensors(given.get(one.name)))) - self._made:
-                    return f"writes into {'its inputs' if memory in self._inputs else 'what outlives it'} ({name})"
-        return None
+        written = [given.get(one.name) for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+        for memory in set(map(memory_of, _tensors(written))) - self._made:
+            yield f"writes into {'its inputs' if memory in self._inputs else 'what outlives it'} ({name})"
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -80,22 +84,16 @@ class Constants(TorchFunctionMode):
         self.made: dict[Hashable, torch.Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        key = _key(func, args, kwargs or {})
+        like: Any = torch.get_default_dtype()
+        values, named = args, kwargs or {}
+        if func is torch.Tensor.new_tensor:
+            like, values = (args[0].dtype, args[0].device), args[1:]
+        is_known = func in _MAKERS and all(isinstance(leaf, ATOMS) for leaf in pytree.tree_leaves((values, named)))
+        # Compared by their text: an array is too long for that.
+        key = (func, like, repr(values), repr(named)) if is_known else None
         if key in self.made:
             return self.made[key].clone()
-        made = func(*args, **(kwargs or {}))
+        made = func(*args, **named)
         if key is not None and made.device == self._device:
             self.made[key] = made.clone()
         return made
-
-
-def _key(func: Any, args: Any, kwargs: dict[str, Any]) -> Hashable:
-    """What two calls share that make the same tensor of numbers; None for any other call."""
-    like: Any = torch.get_default_dtype()
-    if func is torch.Tensor.new_tensor:
-        like, args = (args[0].dtype, args[0].device), args[1:]
-    elif func not in (torch.tensor, torch.as_tensor):
-        return None
-    # An array is too long to compare by its text.
-    is_plain = all(isinstance(leaf, ATOMS) for leaf in pytree.tree_leaves((args, kwargs)))
-    return (func, like, repr(args), repr(kwargs)) if is_plain else None

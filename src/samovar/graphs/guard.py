@@ -16,8 +16,8 @@ import re
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterable, Iterator
+from itertools import starmap
 from operator import eq, getitem
 from typing import Any
 
@@ -30,14 +30,14 @@ from ..hooks.intercept import attached_registry
 from ..trace.model_state import ModelState
 from .static_inputs import Unsuitable
 
+_FUNCTIONS = types.FunctionType, types.BuiltinFunctionType
 _CLOSED = (
-    *ATOMS, type, enum.Enum, re.Pattern, logging.Logger, torch.Tensor, torch.jit.ScriptModule,
-    types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
+    *ATOMS, *_FUNCTIONS, type, enum.Enum, re.Pattern, logging.Logger, torch.Tensor, torch.jit.ScriptModule,
+    types.ModuleType,
 )  # fmt: skip
 """What is compared by identity or value, and not looked into."""
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_MAX_TABLES = 100_000
 
 
 class Guard:
@@ -45,15 +45,25 @@ class Guard:
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Unsuitable if something cannot be compared."""
-        found = _Found(model)
-        self.state = ModelState(found.modules, addresses=True, kernels=True)
-        self._tables, self._copies = found.tables, found.copies
-        self._empty = [*found.hooks, *global_hooks()]
-        self._tensors = found.tensors
+        self._tables: list[tuple[Any, Any]] = []
+        """Attributes, and dictionaries, lists and sets in them, each with a copy."""
+        self._tensors: list[tuple[Any, Any, torch.Tensor]] = []
+        """Tensors that are no weights: the table that they are in, their key there, and they themselves."""
+        self._classes: dict[int, type] = {}
+        """By identity: a hooked class says that it equals its own."""
+        self._modules: list[torch.nn.Module] = []
+        seen, waiting = set[int](), [model, *global_hooks()]
+        while waiting:
+            value: Any = waiting.pop()
+            if id(value) not in seen:
+                seen.add(id(value))
+                waiting += self._look_into(value)
+        for base in self._classes.values():
+            self._keep(vars(base), dict(vars(base)))
+        self.state = ModelState(self._modules, addresses=True, kernels=True)
         self._addresses = self._where()
-        self._code = list(
-            map(_functions, {torch.nn.functional.__name__, *(cls.__module__ for cls in found.classes.values())})
-        )
+        files = {torch.nn.functional.__name__, *(base.__module__ for base in self._classes.values())}
+        self._functions = list(map(_functions_of, files))
 
     def is_in_place(self) -> bool:
         """Whether modules, weights and other tensors are where they were: a replay may not run otherwise."""
@@ -64,43 +74,22 @@ class Guard:
 
     def change(self) -> str | None:
         """The first thing that is not as it was, in words; None if a forward would do the same."""
-        if any(self._empty):
-            return "forward hooks came"
         try:
             return self.state.change() or next(self._changes(), None)
         except (RuntimeError, ValueError, LookupError, AttributeError):  # A tensor has taken another's place.
             return "an attribute or a function"
 
     def _changes(self) -> Iterator[str]:
-        if not all(map(eq, self._tables, self._copies)):
-            yield next(chain.from_iterable(map(_named, self._tables, self._copies)), "an attribute")
+        if not all(starmap(eq, self._tables)):
+            tables = [pair for pair in self._tables if isinstance(pair[1], dict)]
+            names = (name for table, copy in tables for name in copy if table.get(name) is not copy[name])
+            yield next((f"the attribute {name!r}" for name in names), "an attribute")
         if any(getitem(table, key) is not tensor for table, key, tensor in self._tensors):
             yield "a tensor among its attributes"
-        if any(list(map(file.get, names)) != functions for file, names, functions in self._code):
+        if any(list(map(file.get, names)) != functions for file, names, functions in self._functions):
             yield "a function that code of the model knows by name"
 
-
-class _Found:
-    """Everything that a model holds, however deep."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.modules: list[torch.nn.Module] = []
-        self.tables: list[Any] = []
-        """Attributes, and dictionaries, lists and sets in them."""
-        self.copies: list[Any] = []
-        self.hooks: list[Any] = []
-        self.tensors: list[tuple[Any, Any, torch.Tensor]] = []
-        """Tensors that are no weights: the table that they are in, their key there, and they themselves."""
-        self.classes: dict[int, type] = {}
-        """By identity: a hooked class says that it is equal to its own."""
-        seen, waiting = set[int](), [model]
-        while waiting:
-            value: Any = waiting.pop()
-            if id(value) not in seen:
-                seen.add(id(value))
-                waiting += self._look_into(value)
-            if len(self.tables) > _MAX_TABLES:
-                raise Unsuitable(f"it holds more than {_MAX_TABLES} objects, too many to compare at each call")
+    # ------------------------------------------------------------------------------------------ what a model holds
 
     def _look_into(self, value: Any) -> Iterable[Any]:
         """What a value holds. Unsuitable if that cannot be seen."""
@@ -109,11 +98,9 @@ class _Found:
         if isinstance(value, torch.nn.Module):
             return self._look_into_module(value)
         if isinstance(value, (dict, types.MappingProxyType)):
-            return self._add(value, dict(value), value.items())
-        if isinstance(value, (list, deque)):
-            return self._add(value, value.copy(), enumerate(value))
-        if isinstance(value, set):
-            return self._add(value, value.copy(), ())
+            return self._keep(value, dict(value))
+        if isinstance(value, (list, deque, set)):
+            return self._keep(value, value.copy())
         if isinstance(value, (tuple, frozenset)):
             return value
         if isinstance(value, functools.partial):
@@ -121,48 +108,34 @@ class _Found:
         if isinstance(value, types.MethodType):
             return (value.__self__,)
         if hasattr(value, "__dict__") and not any(vars(base).get("__slots__") for base in type(value).__mro__):
-            self._add_class(type(value))
+            self._classes |= {id(base): base for base in type(value).__mro__[:-1]}
             return (vars(value),)
         raise Unsuitable(f"it holds a {type(value).__module__}.{type(value).__qualname__}, which cannot be compared")
 
     def _look_into_module(self, module: torch.nn.Module) -> Iterable[Any]:
         entries, registry = vars(module), attached_registry(module)
-        self.modules.append(module)
-        self._add_class(type(module))
-        self.hooks += [entries[name] for name in _HOOKS]
-        if registry is not None and self.modules[0] is not module:  # Hooks around the whole are not recorded.
-            self._add(registry.by_name, dict(registry.by_name), ())
-        own = {name: value for name, value in entries.items() if name not in _OF_EVERY_MODULE}
-        self._add(entries, dict(entries), own.items())
-        return *entries["_modules"].values(), *(own[name] for name in own if not name.startswith("_samovar_"))
+        self._modules.append(module)
+        self._classes |= {id(base): base for base in type(module).__mro__[:-1]}
+        if registry is not None and len(self._modules) > 1:  # Hooks around the whole are not recorded.
+            self._keep(registry.by_name, dict(registry.by_name))
+        self._keep(entries, dict(entries))
+        own = [name for name in entries if name not in _OF_EVERY_MODULE and not name.startswith("_samovar_")]
+        return *entries["_modules"].values(), *map(entries.get, own)
 
-    def _add(self, table: Any, copy: Any, items: Iterable[tuple[Any, Any]]) -> list[Any]:
-        self.tables.append(table)
-        self.copies.append(copy)
-        pairs = list(items)
-        self.tensors += [(table, key, value) for key, value in pairs if isinstance(value, torch.Tensor)]
-        return [value for _, value in pairs]
-
-    def _add_class(self, cls: type) -> None:
-        for base in cls.__mro__[:-1]:
-            if id(base) not in self.classes:
-                self.classes[id(base)] = base
-                self._add(vars(base), dict(vars(base)), ())
+    def _keep(self, table: Any, copy: Any) -> Iterable[Any]:
+        """Compare a table from now on; return its values."""
+        self._tables.append((table, copy))
+        items = list(copy.items() if isinstance(copy, dict) else enumerate(copy))
+        if not isinstance(copy, set):
+            self._tensors += [(table, key, value) for key, value in items if isinstance(value, torch.Tensor)]
+        return [value for _, value in items]
 
 
-def _functions(module: str) -> tuple[Mapping[str, Any], list[str], list[Any]]:
+def _functions_of(module: str) -> tuple[dict[str, Any], list[str], list[Any]]:
     """The functions of a file: others may put their own in their place."""
-    namespace = vars(sys.modules.get(module, types))
-    kinds = types.FunctionType, types.BuiltinFunctionType
-    found = {name: value for name, value in namespace.items() if isinstance(value, kinds)}
-    return namespace, list(found), list(found.values())
-
-
-def _named(table: Any, before: Any) -> Iterator[str]:
-    """The attributes that are others in a table."""
-    if isinstance(before, dict):
-        names = (name for name in {**before, **table} if table.get(name) is not before.get(name))
-        yield from (f"the attribute {name!r}" for name in names)
+    file = vars(sys.modules.get(module, types))
+    found = {name: value for name, value in file.items() if isinstance(value, _FUNCTIONS)}
+    return file, list(found), list(found.values())
 
 
 def obstacle(model: torch.nn.Module) -> str | None:
@@ -174,21 +147,14 @@ def obstacle(model: torch.nn.Module) -> str | None:
         return "torch has global hooks, which see every module"
     if has_cache_dit(model):
         return "cache-dit decides inside its forward what runs"
-    for path, module in model.named_modules():
-        found = next(_hooks_of(module, is_inside=module is not model), None)
-        if found is not None:
-            return f"{path or type(model).__name__} has {found}"
-    return None
+    found = ((path, what) for path, module in model.named_modules() for what in _hooks_of(module, module is not model))
+    return next((f"{path or type(model).__name__} has {what}" for path, what in found), None)
 
 
 def _hooks_of(module: torch.nn.Module, is_inside: bool) -> Iterator[str]:
-    if any(map(vars(module).get, _HOOKS)):
-        yield "forward hooks of its user, which a replay would not call"
-    if accelerate_hook(module) is not None:
-        yield "a hook of accelerate, which moves weights"
-    for name in diffusers_hooks(module):
-        if not is_helper(name):
-            yield f"diffusers' hook {name!r}, which a replay would not call"
+    others = [name for name in diffusers_hooks(module) if not is_helper(name)]
+    if any(map(vars(module).get, _HOOKS)) or accelerate_hook(module) is not None or others:
+        yield "forward hooks of its user or of another library, which a replay would not call"
     registry = attached_registry(module) if is_inside else None
     for name, hook in () if registry is None else registry.by_name.items():
         if not hook.may_be_left_out:

@@ -28,18 +28,6 @@ class Recording(NamedTuple):
     """Memory that it took."""
 
 
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Inside, nothing on the device is freed by chance."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 class Recorder(Protocol):
     """Records functions on one device."""
 
@@ -89,18 +77,23 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def _capture(self, graph: Any, function: Function) -> Any:
-        current = torch.cuda.current_stream(self._device)
+        current, was_collecting = torch.cuda.current_stream(self._device), gc.isenabled()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream), _no_garbage_collection():
-            # Only what this thread does may not disturb it: a server has others.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                output = function()
-            except BaseException:
-                with contextlib.suppress(RuntimeError, UserWarning):  # It says that it failed, which is known.
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+        gc.disable()  # Nothing on the device may be freed by chance.
+        try:
+            with torch.cuda.stream(self._stream):
+                # Only what this thread does may not disturb it: a server has others.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    output = function()
+                except BaseException:
+                    with contextlib.suppress(RuntimeError, UserWarning):  # It says that it failed, which is known.
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        finally:
+            if was_collecting:
+                gc.enable()
         current.wait_stream(self._stream)
         return output
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import torch
 from ..arch.modules import unwrapped
 from ..core import nested
 from ..core.interop import modes
-from ..hooks import watched
+from ..hooks import Handle, HookRegistry, ModelHook, install_hook, watched
 from ..trace.twin import TrialFailed, draws_random_numbers, trial
 from .audit import Audit, Constants
 from .config import GraphsConfig
@@ -30,14 +30,15 @@ from .static_inputs import StaticInputs, Unsuitable, form_of, has_same_bits
 
 Function = Callable[[Any], Any]
 
+HOOK_NAME = "graphs"
 _MAX_FORMS = 256
-"""Forms that are remembered before they are recorded."""
+"""Forms that are remembered; the one that was used longest ago goes first."""
 _MANY_NEW = 16
 """Warn after this many consecutive new forms."""
 _MAX_VARIANTS = 4
 """Recordings of one form that are kept for different adapters."""
-_MIN_REPLAYS = 2
-"""Replays that a recording is worth."""
+_MAX_WAIT = 8
+"""Warn if a form is recorded so seldom, since recordings of it are of no use."""
 _logger = logging.getLogger(__name__)
 
 
@@ -61,12 +62,10 @@ class _Form:
 
     variants: list[Recorded] = field(default_factory=list)
     """The one used last first; others are for other adapters."""
-    replays: int = 0
-    """Since it was recorded last."""
     misses: int = 0
     """Calls that were not replayed, since it was recorded last or could not be."""
     wait: int = 2
-    """So many of them until it is recorded: twice as many each time that was in vain."""
+    """So many of them until it is recorded: twice as many each time, until there is a replay."""
 
 
 @dataclass(frozen=True)
@@ -89,23 +88,39 @@ class ReplayStats:
         return "\n".join((*lines, *(f"  not replayed: {why}" for why in self.reasons)))
 
 
-class Replayer:
-    """Replays what one model does."""
+class GraphsHook(ModelHook, Handle):
+    """Graphs on a denoiser, and the handle that takes them off: replays what one model does."""
 
-    def __init__(self, model: torch.nn.Module, config: GraphsConfig, refused: str | None = None) -> None:
+    def __init__(self, config: GraphsConfig, refused: str | None = None) -> None:
         """`refused`: why nothing can be replayed, if that is known already."""
-        self._model, self._config, self._refused = unwrapped(model), config, refused
+        Handle.__init__(self)
+        self.config, self._refused = config, refused
+        self._model = torch.nn.Module()
         self._forms: OrderedDict[Hashable, _Form] = OrderedDict()
         self._replayed = self._run = self._num_new = 0
         self._reasons: dict[str, None] = {}
+        self._final: ReplayStats | None = None
 
-    def stats(self) -> ReplayStats:
-        kept = [one for form in list(self._forms.values()) for one in form.variants]
-        return ReplayStats(self._replayed, self._run, len(kept), sum(one.num_bytes for one in kept), (*self._reasons,))
+    def initialize_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        self._model = module
+        HookRegistry.get_or_create(module).recorder = self
+        return module
 
-    def forget(self) -> None:
+    def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        HookRegistry.get_or_create(module).recorder = None
+        self._final = self.stats()
+        return self.reset_state(module)
+
+    def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
         """Free all recordings."""
         self._forms.clear()
+        return module
+
+    def stats(self) -> ReplayStats:
+        """What was replayed."""
+        kept = [one for form in list(self._forms.values()) for one in form.variants]
+        num_bytes = sum(one.num_bytes for one in kept)
+        return self._final or ReplayStats(self._replayed, self._run, len(kept), num_bytes, (*self._reasons,))
 
     def __call__(self, function: Function, given: Any) -> Any:
         """What the forward returns for what is given."""
@@ -121,7 +136,7 @@ class Replayer:
                 replayed = self._replay(one, given, is_likely=number == 0)
                 if replayed is not None:
                     form.variants.insert(0, form.variants.pop(number))
-                    form.replays += 1
+                    form.wait = 2
                     return self._compared(replayed[0], function, given)
             self._sweep()
             form.misses += 1
@@ -152,7 +167,7 @@ class Replayer:
         form = self._forms.setdefault(key, _Form())
         self._forms.move_to_end(key)
         if len(self._forms) > _MAX_FORMS:
-            self._forms.pop(next((k for k, one in self._forms.items() if not one.variants), next(iter(self._forms))))
+            self._forms.popitem(last=False)
         return form
 
     def _plainly(self, function: Function, given: Any) -> Any:
@@ -180,7 +195,7 @@ class Replayer:
     def _compared(self, output: Any, function: Function, given: Any) -> Any:
         """The output of a replay; every so many times that of the forward, which it is compared with."""
         self._replayed += 1
-        if self._replayed % self._config.compare_every:
+        if self._replayed % self.config.compare_every:
             return output
         with watched():
             expected = function(given)
@@ -190,7 +205,7 @@ class Replayer:
                 "unseen, so graphs are off for this model"
             )
             self._note(self._refused)
-            self.forget()
+            self._forms.clear()
         return expected
 
     def _sweep(self) -> None:
@@ -202,49 +217,49 @@ class Replayer:
 
     def _record(self, form: _Form, recorder: Recorder, function: Function, given: Any) -> Any:
         """Run a call, and record it."""
-        was_in_vain = bool(form.variants) and form.replays < _MIN_REPLAYS
-        form.wait, form.misses, form.replays = 2 * form.wait if was_in_vain else 2, 0, 0
-        if form.wait > 8:
-            self._note("what it depends on changes from call to call")
+        form.misses, form.wait = 0, 2 * form.wait
         inputs = StaticInputs(given)
         output = self._plainly(function, given)
         try:
             self._make_room(form)
-            with watched(), _casting_each_time():
+            with watched():
                 form.variants.insert(0, self._recorded(inputs, recorder, function, output))
+            if form.wait > _MAX_WAIT:
+                self._note("what it depends on changes from call to call")
             del form.variants[_MAX_VARIANTS:]
         except Unsuitable as why:
-            form.wait *= 2
             self._note(str(why))
+        torch.clear_autocast_cache()
         return output
 
     def _make_room(self, form: _Form) -> None:
         """Drop what is kept for other adapters before any form is refused."""
-        kept, most = [one.variants for one in self._forms.values()], self._config.max_graphs
+        kept, most = [one.variants for one in self._forms.values()], self.config.max_graphs
         for variants in kept:
-            while sum(map(len, kept)) >= most and len(variants) > (variants is not form.variants):
-                variants.pop()
+            if sum(map(len, kept)) >= most:
+                del variants[variants is not form.variants :]
         if sum(map(len, kept)) >= most:
             raise Unsuitable(f"there are {most} graphs already (max_graphs={most})")
 
     def _recorded(self, inputs: StaticInputs, recorder: Recorder, function: Function, expected: Any) -> Recorded:
-        problem = obstacle(self._model)
-        if problem is not None:
+        if (problem := obstacle(self._model)) is not None:
             raise Unsuitable(problem)
         with failing_as(Unsuitable, "what it depends on cannot be compared"):
             guard = Guard(self._model)
         audit, constants = Audit(inputs.tensors, guard.state.plain()), Constants(inputs.tensors[0].device)
 
         def run() -> Any:
+            torch.clear_autocast_cache()  # What autocast has cast before would be all that a replay reads of a weight.
             return function(inputs.given())
 
         def run_seen() -> None:
             with constants, audit:
                 run()
 
+        # torch gives up for good what it has compiled if it is called inside a mode that sees operations.
+        eager = torch.compiler.set_stance("force_eager")
         try:
-            # torch gives up for good what it has compiled if it is called inside a mode that sees operations.
-            with trial(inputs.tensors), torch.compiler.set_stance("force_eager"):
+            with trial(inputs.tensors), eager:
                 is_random = draws_random_numbers(run_seen)
         except TrialFailed as error:
             raise Unsuitable(f"trying it failed ({error})") from error
@@ -252,8 +267,7 @@ class Replayer:
             raise Unsuitable(f"its forward {audit.problem or 'draws random numbers'}")
         with constants if constants.made else contextlib.nullcontext():
             recording = recorder.record(run)
-        change = guard.change()
-        if change is not None:
+        if (change := guard.change()) is not None:
             raise Unsuitable(f"its forward changes what it depends on: {change}")
         recorder.take_turn()
         recording.replay()
@@ -262,12 +276,11 @@ class Replayer:
         return Recorded(inputs, recording, guard, [*audit.constants, *constants.made.values()])
 
 
-@contextlib.contextmanager
-def _casting_each_time() -> Iterator[None]:
-    """Inside, autocast casts weights where they are used: what it has cast before would be all that a replay reads."""
-    was_enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(was_enabled)
+def apply_graphs(module: torch.nn.Module, config: GraphsConfig | None = None, refused: str | None = None) -> GraphsHook:
+    """Replay the computed forwards of a denoiser as CUDA graphs. Skipped steps of a cache stay outside. `refused`: why
+    none can be, if that is known already."""
+    module = unwrapped(module)
+    HookRegistry.get_or_create(module).refuse_second(HOOK_NAME, "graphs", param="compile")
+    hook = GraphsHook(config or GraphsConfig(), refused)
+    install_hook(hook._undo, module, HOOK_NAME, hook)
+    return hook

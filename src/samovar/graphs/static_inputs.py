@@ -24,36 +24,20 @@ class StaticInputs:
     """Where the tensors of a form are put."""
 
     def __init__(self, given: Any) -> None:
-        self.tensors: list[torch.Tensor] = []
-        places: dict[int, torch.Tensor] = {}
-
-        def place_of(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in places:
-                once = _once(tensor)
-                self.tensors.append(
-                    torch.empty_strided(once.shape, once.stride(), dtype=tensor.dtype, device=tensor.device)
-                )
-                places[id(tensor)] = self.tensors[-1].expand(tensor.shape)
-            return places[id(tensor)]
-
+        tensors = {id(tensor): tensor for tensor in nested.tensors(given)}
         with torch.inference_mode(False):  # They are written to in whatever mode a call comes.
-            self._given = nested.map_tensors(place_of, given)
+            places = {key: torch.empty_like(tensor) for key, tensor in tensors.items()}
+            self._given = nested.map_tensors(lambda tensor: places[id(tensor)], given)
+        self.tensors = list(places.values())
         self.fill(given)
 
     def fill(self, given: Any) -> None:
         """Copy the tensors of a call in."""
-        tensors = {id(tensor): tensor for tensor in nested.tensors(given)}
-        copy_each(self.tensors, list(map(_once, tensors.values())))
+        copy_each(self.tensors, list({id(tensor): tensor for tensor in nested.tensors(given)}.values()))
 
     def given(self) -> Any:
         """What was given, with these places for its tensors; in new lists, which some models empty."""
         return nested.map_tensors(lambda tensor: tensor, self._given)
-
-
-def _once(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without its repetitions, as `expand` makes them."""
-    strides = tensor.stride()
-    return tensor if 0 not in strides else tensor[tuple(slice(None if stride else 1) for stride in strides)]
 
 
 def form_of(given: Any) -> tuple[torch.device, Hashable]:
@@ -62,9 +46,9 @@ def form_of(given: Any) -> tuple[torch.device, Hashable]:
     tensors = list(nested.tensors(given))
     if not tensors:
         raise Unsuitable("it takes no tensors")
-    if not nested.is_transparent(given):
-        kinds = {type(leaf).__name__ for _, leaf in nested.leaves(given) if not nested.is_transparent(leaf)}
-        raise Unsuitable(f"an argument is a {', '.join(sorted(kinds))}, which cannot be compared")
+    opaque = sorted({type(leaf).__name__ for _, leaf in nested.leaves(given) if not nested.is_transparent(leaf)})
+    if opaque:
+        raise Unsuitable(f"an argument is a {', '.join(opaque)}, which cannot be compared")
     if not all(is_plain(t) and is_strided(t) and not (t.is_meta or t.is_conj() or t.is_neg()) for t in tensors):
         raise Unsuitable("an argument is a tensor of a kind that cannot be copied in place")
     devices = {tensor.device for tensor in tensors}

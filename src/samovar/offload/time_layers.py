@@ -28,7 +28,7 @@ import torch
 
 from ..arch.modules import named_parts, tensor_bytes, unwrapped
 from ..core import nested
-from ..core.adapters import adapter_settings, adapters_of, loaded_adapters, merged_adapters
+from ..core.adapters import adapter_layers, adapter_settings, loaded_adapters, merged_adapters
 from ..core.errors import ModelError, SettingError
 from ..core.interop import is_compiled
 from ..core.tensor_parts import bits
@@ -483,7 +483,7 @@ class TimeLayers:
         parts = list(self._model.modules()) if is_new_run or loaded != self._loaded else self._parts
         if loaded != self._loaded or len(parts) != len(self._parts) or any(map(is_not, parts, self._parts)):
             self._parts, self._loaded = parts, loaded
-            self._adapted = [layer for layer, _ in adapters_of(parts)] if loaded else []
+            self._adapted = adapter_layers(parts) if loaded else []
             self._known.clear()
         for group in self._groups.values():
             group.is_due |= is_new_run

@@ -8,9 +8,9 @@ anything is loaded, and so is the memory that they need beside their weights.
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import time
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from ..arch.calls import call_parameters
-from ..arch.components import ModuleDiscovery, is_denoiser_itself
+from ..arch.components import is_denoiser_itself
 from ..arch.modular import called_as
 from ..arch.modules import unwrapped
+from ..arch.skeleton import loaded_parts
 from ..core import nested
 from ..core.errors import SettingError
 from .meta_mode import MetaCopier, MetaMode, with_few_values
@@ -38,8 +39,6 @@ BATCHES = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_
 _IMAGES = ("image", "init_image", "control_image", "mask_image", "control_mask", "last_image")
 _SIDE = 512
 """Pixels of an image that is given where the size is not."""
-_ROUNDED = 64
-"""A pipeline that rounds a size changes it by less; one that makes larger videos of smaller ones, by more."""
 _DEVICES = ("device", "_execution_device")
 
 
@@ -95,12 +94,10 @@ def dry_run(pipeline: Any, size: RequestSize | None = None, **settings: Any) -> 
     size = size or RequestSize()
     if is_denoiser_itself(pipeline) or not callable(pipeline):
         return DryRun(problem=f"{type(pipeline).__name__} is not a pipeline that can be called")
-    found = DryRun(problem="it was not tried")
-    deadline = time.monotonic() + _MAX_SECONDS
+    found, deadline = DryRun(problem="it was not tried"), time.monotonic() + _MAX_SECONDS
     for arguments in _choices(pipeline, size):
         tried = _Run(pipeline, deadline).run(arguments | settings)
         if tried.problem is None:
-            _check_made(type(pipeline).__name__, size, tried.size)
             return tried
         found = max(tried, found, key=lambda one: (len(one.peaks), len(one.calls)))
     if size != RequestSize() and not found.peaks and dry_run(pipeline, **settings).peaks:
@@ -108,40 +105,30 @@ def dry_run(pipeline: Any, size: RequestSize | None = None, **settings: Any) -> 
     return found
 
 
-def _check_made(pipeline: str, asked: RequestSize, made: RequestSize | None) -> None:
-    """Refuse a size that a pipeline rounds: nobody would notice."""
-    for name in ("height", "width", "frames") if made is not None else ():
-        wanted, got = getattr(asked, name), getattr(made, name)
-        if None not in (wanted, got) and 0 < abs(wanted - got) < _ROUNDED:
-            raise SettingError(f"{pipeline} makes {name}={got} of {name}={wanted}. Ask for {got}.", param=name)
-
-
 def _choices(pipeline: Any, size: RequestSize) -> Iterator[dict[str, Any]]:
     """The calls to try: with all the images that the pipeline can be given and the longest prompt, then with less."""
     takes = call_parameters(called_as(pipeline))
     asked = _asked(type(pipeline).__name__, takes, size)
     fixed = {"num_inference_steps": _STEPS, "output_type": "pt", "return_dict": False}
-    images = [name for name in takes if name in _IMAGES]
-    needed = [name for name in images if takes[name].default is inspect.Parameter.empty]
+    copies = size.batch if size.batch is not None and not any(name in asked for name in BATCHES) else None
+    images = tuple(name for name in takes if name in _IMAGES)
+    needed = tuple(name for name in images if takes[name].default is inspect.Parameter.empty)
     blank = _blank(size.width or size.height or _SIDE, size.height or size.width or _SIDE)
-    for prompt in (_LONG_PROMPT, _PROMPT):
-        if size.batch is not None and not any(name in asked for name in BATCHES):
-            prompt = [prompt] * size.batch  # type: ignore[assignment]
-        words = {name: value for name, value in (fixed | {"prompt": prompt}).items() if name in takes}
-        for chosen in dict.fromkeys((tuple(images), tuple(images[:1]), tuple(needed))):
-            yield words | asked | dict.fromkeys(chosen, blank)
+    for prompt, chosen in itertools.product((_LONG_PROMPT, _PROMPT), dict.fromkeys((images, images[:1], needed))):
+        words = fixed | {"prompt": prompt if copies is None else [prompt] * copies}
+        yield {name: words[name] for name in words if name in takes} | asked | dict.fromkeys(chosen, blank)
 
 
 def _asked(pipeline: str, takes: Mapping[str, Any], size: RequestSize) -> dict[str, int]:
-    """The size in the words of the pipeline."""
+    """The size in the words of the pipeline. Where there is none for a batch, there are as many prompts."""
+    words = {"height": "height", "width": "width", "frames": "num_frames"}
     batch = next((name for name in BATCHES if name in takes), None)
-    words = {"height": "height", "width": "width", "frames": "num_frames"} | ({"batch": batch} if batch else {})
+    words |= {} if batch is None else {"batch": batch}
     given = {name: value for name, value in vars(size).items() if value is not None and name in words}
     for name, value in given.items():
         if words[name] not in takes:
-            raise SettingError(
-                f"{name}={value} means nothing to {pipeline}, which takes no {words[name]}. Leave it out.", param=name
-            )
+            message = f"{name}={value} means nothing to {pipeline}, which takes no {words[name]}. Leave it out."
+            raise SettingError(message, param=name)
     return {words[name]: value for name, value in given.items()}
 
 
@@ -159,19 +146,18 @@ class _Run:
     """One run of a pipeline's twin."""
 
     def __init__(self, pipeline: Any, deadline: float) -> None:
-        roles = ModuleDiscovery.discover(pipeline).roles().values()
-        self._components = {
-            name: unwrapped(module) for names, modules in roles for name, module in zip(names, modules, strict=True)
-        }
+        parts = loaded_parts(pipeline).items()
+        self._components = {name: unwrapped(part.module) for name, part in parts if part.module is not None}
         self._pipeline, self._deadline = pipeline, deadline
         self._mode = MetaMode()
         self._calls: dict[str, CallForm] = {}
         self._peaks: dict[str, int] = {}
-        self._modules: dict[int, str] = {}
         self._returned: dict[Any, Any] = {}
         """The form of what a call returned, by the call's."""
         self._current: str | None = None
         """The component that ran last."""
+        self._depth = 0
+        """How many of its modules are being called."""
 
     def run(self, arguments: Mapping[str, Any]) -> DryRun:
         problem, output = None, None
@@ -182,35 +168,29 @@ class _Run:
                     output = type(twin).__call__(twin, **arguments)
         except TrialFailed as failed:
             problem = str(failed).splitlines()[0]
-            frames = traceback.walk_tb(failed.__cause__.__traceback__ if failed.__cause__ is not None else None)
-            if any(
-                id(frame.f_locals.get("self")) in self._modules for frame, _ in frames
-            ):  # It did not get to its end.
-                self._peaks.pop(self._current or "", None)
-                self._current = None
-        self._end_slice()
+        if problem is None or not self._depth:  # Else it did not get to its end.
+            self._end_slice()
         return DryRun(self._calls, self._peaks, _size_of(output), problem)
 
     def _twin(self) -> Any:
         """The pipeline with components without weights, for which the CPU is the device that it runs on."""
         copier = MetaCopier({module: partial(self._call, name) for name, module in self._components.items()})
-        cls = called_as(self._pipeline)
-        if isinstance(self._pipeline, torch.nn.Module):
-            twin: Any = copier.copy(unwrapped(self._pipeline))
-        else:
-            body = {name: property(lambda _: torch.device("cpu")) for name in _DEVICES if hasattr(cls, name)}
-            twin = object.__new__(type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, **body}))
-            parts = {name: value for name, value in vars(self._pipeline).items() if not name.startswith("_samovar_")}
-            for value in (*parts.values(), *self._components.values()):
-                if isinstance(value, torch.nn.Module):
-                    copier.copy(unwrapped(value))
-            vars(twin).update({name: copier.translated(value) for name, value in parts.items()})
-        if hasattr(twin, "set_progress_bar_config"):
-            twin.set_progress_bar_config(disable=True)
         for name, module in self._components.items():
             for part in copier.copy(module).modules():
-                self._modules[id(part)] = name
-                part.register_forward_pre_hook(lambda _, __, name=name: self._touch(name))
+                part.register_forward_pre_hook(partial(self._enter, name))
+                part.register_forward_hook(self._leave)
+        if isinstance(self._pipeline, torch.nn.Module):
+            return copier.copy(self._pipeline)
+        parts = {name: value for name, value in vars(self._pipeline).items() if not name.startswith("_samovar_")}
+        for value in parts.values():
+            if isinstance(value, torch.nn.Module):
+                copier.copy(value)
+        cls = called_as(self._pipeline)
+        body = {name: property(lambda _: torch.device("cpu")) for name in _DEVICES if hasattr(cls, name)}
+        twin = object.__new__(type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, **body}))
+        vars(twin).update({name: copier.translated(value) for name, value in parts.items()})
+        if hasattr(twin, "set_progress_bar_config"):
+            twin.set_progress_bar_config(disable=True)
         return twin
 
     def _call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
@@ -226,13 +206,17 @@ class _Run:
             self._returned[key] = nested.without_data(output)
         return output
 
-    def _touch(self, name: str) -> None:
+    def _enter(self, name: str, module: torch.nn.Module, args: Any) -> None:
         """A module of a component is called. If it is another component's than before, a slice of the run ends."""
         if time.monotonic() > self._deadline:
             raise _TooLong(f"the run without weights took more than {_MAX_SECONDS:.0f} s")
         if name != self._current:
             self._end_slice()
-            self._current, self._mode.peak_bytes = name, self._mode.num_bytes
+            self._current, self._depth, self._mode.peak_bytes = name, 0, self._mode.num_bytes
+        self._depth += 1
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
 
     def _end_slice(self) -> None:
         if self._current is not None:

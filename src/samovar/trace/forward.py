@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,15 +20,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..arch.blocks import Anatomy, BlockStack, Place, Stream, in_form_of, output_values
-from ..arch.modules import unwrapped
 from ..core import nested
 from ..core.errors import DeclarationError, ModelError
 from ..hooks import NOT_BYPASSED
 from .gates import Gate, Gates
 
 Tensors = list[torch.Tensor | None]
-_Key = tuple[str, int]
-"""A list of blocks, and which run of its blocks."""
 
 
 class Given(NamedTuple):
@@ -53,23 +51,26 @@ class Segment:
 
 @dataclass(eq=False)
 class Call:
-    """One call that is answered on a skipped step."""
+    """One call of a gated module. On a skipped step it is answered."""
 
     gate: Gate
-    segment: Segment | None
+    is_inner: bool
+    """Whether it was called inside of another: that is the other's private business."""
+    segment: Segment | None = None
     """None for a module between blocks."""
-    is_first: bool
-    is_last: bool
-    places: tuple[Place | None, ...]
-    """For each returned value, the argument that carries it in."""
-    returned: Any
+    is_first: bool = False
+    is_last: bool = False
+    """Of its segment."""
+    places: Mapping[str, Place] = field(default_factory=dict)
+    """Where each parameter of the stack was given."""
+    returned: Any = None
     """The form of its output, as tensors without data."""
 
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The carried argument for each returned value; None where nothing is carried."""
-        return [
-            None if place is None else args[place] if isinstance(place, int) else kwargs[place] for place in self.places
-        ]
+        """The argument that carries each returned value in; None where nothing is carried."""
+        streams = () if self.segment is None else self.segment.stack.streams
+        places = [self.places.get(stream.parameter or "") for stream in streams]
+        return [None if at is None else args[at] if isinstance(at, int) else kwargs[at] for at in places]
 
 
 @dataclass(eq=False)
@@ -102,27 +103,29 @@ class Watched(NamedTuple):
 
 
 def filled(form: Any, values: Sequence[Any], given: Iterable[Any]) -> Any:
-    """An output of this form with these values. Zeros replace a value of another form, on the device of the tensors
-    that were given."""
+    """An output of this form with these values. Zeros replace a value that is missing or of another form, on the device
+    of the tensors that were given."""
     if form is None:
         return None
+    device = next((value.device for value in given if isinstance(value, torch.Tensor)), torch.device("cpu"))
 
     def zeros(part: torch.Tensor) -> torch.Tensor:
-        device = next((value.device for value in given if isinstance(value, torch.Tensor)), torch.device("cpu"))
         return torch.zeros((), dtype=part.dtype, device=device).expand(part.shape)
 
-    pairs = zip(values, output_values(form), strict=True)
-    return in_form_of(
-        form, [v.to(part.dtype) if alike(v, part) else nested.map_tensors(zeros, part) for v, part in pairs]
-    )
+    pairs = itertools.zip_longest(values, output_values(form))
+    found = [v.to(part.dtype) if alike(v, part) else nested.map_tensors(zeros, part) for v, part in pairs]
+    return in_form_of(form, found)
 
 
 def added(inputs: Sequence[Any], output: Any) -> Tensors:
     """What was added to each input; the returned value itself where no input has its form."""
-    pairs = list(zip(inputs, output_values(output), strict=True))
-    found = [(after - before if alike(before, after) else after.clone()).detach()
-             if isinstance(after, torch.Tensor) else None for before, after in pairs]  # fmt: skip
-    return list(found)
+
+    def residual(before: Any, after: Any) -> torch.Tensor | None:
+        if not isinstance(after, torch.Tensor):
+            return None
+        return (after - before if alike(before, after) else after.clone()).detach()
+
+    return list(itertools.starmap(residual, zip(inputs, output_values(output), strict=True)))
 
 
 def alike(before: Any, after: Any) -> bool:
@@ -143,79 +146,70 @@ class BlockCall:
     """How many of them were positional: other hooks may rely on their places."""
     output: Any = None
 
+    @property
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, value) for name, value in self.arguments.items() if isinstance(value, torch.Tensor)]
+
 
 class _Flow:
     """What the calls of one stack hand on, from each to the next."""
 
-    def __init__(self) -> None:
+    def __init__(self, stack: BlockStack) -> None:
+        self._stack, self._segment = stack, Segment(stack)
         self._last: BlockCall | None = None
-        self._ran_once = True
-        self._by_identity: dict[int, set[str]] = defaultdict(set)
-        """By place in the output: the parameters that took the very tensor."""
-        self._by_form: dict[int, set[str]] = {}
+        self._index, self._num_calls = -1, 0
+        self._handed_on: set[tuple[int, str]] = set()
+        """Place in the output and parameter that took the very tensor."""
+        self._alike: dict[int, set[str]] = {}
         """By place in the output: the parameters that had its form in every call."""
         self._changing: set[str] = set()
         """The parameters that did not get the same value at every call."""
 
-    def enter(self, call: BlockCall) -> None:
-        last, self._last = self._last, call
-        if last is None:
-            return
-        self._ran_once = False
-        returned = output_values(last.output)
-        for name, value in _tensors(call.arguments):
-            taken = [place for place, other in enumerate(returned) if other is value]
-            for place in taken:
-                self._by_identity[place].add(name)
+    def enter(self, index: int, call: BlockCall) -> Segment:
+        """The segment of a call. Another one starts if the list starts again or hands on another shape."""
+        if not (self._last is not None and self._compare(self._last, call) and index > self._index):
+            self._segment = Segment(self._stack)
+        self._last, self._index, self._num_calls = call, index, self._num_calls + 1
+        return self._segment
+
+    def _compare(self, last: BlockCall, call: BlockCall) -> bool:
+        """Learn from two calls in a row. Whether what is handed on has the same shapes."""
+        has_same_shapes, returned = True, output_values(last.output)
+        for name, value in call.tensors:
             before = last.arguments.get(name)
-            if taken or not (
-                value is before or nested.equal(value, before)
-            ):  # A block may write into what it is given.
+            taken = {(place, name) for place, other in enumerate(returned) if other is value}
+            self._handed_on |= taken
+            if taken or not (value is before or nested.equal(value, before)):  # Blocks may write into arguments.
                 self._changing.add(name)
+            has_same_shapes = has_same_shapes and (before is None or alike(before, value))
+        return has_same_shapes
 
     def leave(self, output: Any) -> None:
         assert self._last is not None
         self._last.output = output
         for place, value in enumerate(output_values(output)):
             if isinstance(value, torch.Tensor):
-                named = _tensors(self._last.arguments)
-                names = {name for name, other in named if (other.shape, other.dtype) == (value.shape, value.dtype)}
-                self._by_form[place] = self._by_form.get(place, names) & names
+                form = value.shape, value.dtype
+                names = {name for name, other in self._last.tensors if (other.shape, other.dtype) == form}
+                self._alike[place] = self._alike.get(place, names) & names
 
     def streams(self, parameters: Sequence[str], count: int) -> tuple[Stream, ...]:
-        """The parameter that carries each of the returned values."""
+        """The parameter that carries each of the returned values: one that took the very tensor or, if that was made
+        anew in between, one of its form."""
         order = {name: place for place, name in enumerate(parameters)}
+
+        def rank(pair: tuple[int, str]) -> Any:
+            place, name = pair  # What only `**kwargs` takes has no place in the order.
+            return pair not in self._handed_on, place, name not in self._changing, order.get(name, len(order)), name
+
+        formed = {(place, name) for place, names in self._alike.items() for name in names}
+        if self._num_calls > 1:
+            formed = {pair for pair in formed if pair[1] in self._changing}
         found: dict[int, str] = {}
-        for names_by_place, is_certain in ((self._by_identity, True), (self._by_form, self._ran_once)):
-            for place, names in names_by_place.items():
-                free = names.difference(found.values())
-                likely = free & self._changing or (free if is_certain else set())
-                if likely and place not in found:  # What only `**kwargs` takes has no place in the order.
-                    found[place] = min(likely, key=lambda name: (order.get(name, len(order)), name))
+        for place, name in sorted(self._handed_on | formed, key=rank):
+            if place not in found and name not in found.values():
+                found[place] = name
         return tuple(Stream(found.get(place)) for place in range(count))
-
-
-def _tensors(arguments: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    return [(name, value) for name, value in arguments.items() if isinstance(value, torch.Tensor)]
-
-
-@dataclass(eq=False)
-class _Seen:
-    """A call, noted while its forward runs."""
-
-    gate: Gate
-    is_inner: bool
-    """Whether it was called inside of another: that is its private business."""
-    places: Mapping[str, Place] = field(default_factory=dict)
-    """Where each parameter of the stack was given."""
-    shapes: Mapping[str, torch.Size] = field(default_factory=dict)
-    run: int = 0
-    """Which run of blocks of its list it belongs to."""
-    returned: Any = None
-
-    @property
-    def key(self) -> _Key:
-        return self.gate.path, self.run
 
 
 class Watcher:
@@ -228,15 +222,12 @@ class Watcher:
         """By the path of the block, if they are kept."""
         self.blocks: list[str] = []
         """The paths of the blocks in the order in which they ran."""
-        self.returned: dict[torch.nn.Module, Any] = {}
-        """By block: the form of its output, as tensors without data."""
-        self._seen: list[_Seen] = []
-        self._open: list[_Seen] = []
-        self._flows: dict[str, _Flow] = defaultdict(_Flow)
-        self._latest: dict[str, _Seen] = {}
-        self._first: dict[_Key, Given] = {}
-        """Copies of the arguments of the first call of each run: blocks may overwrite them."""
-        self._last_output: dict[_Key, Any] = {}
+        self._seen: list[Call] = []
+        self._open: list[Call] = []
+        self._flows: dict[str, _Flow] = {}
+        self._first: dict[Segment, Given] = {}
+        """Copies of the arguments of the first call of each: blocks may overwrite them."""
+        self._last_output: dict[Segment, Any] = {}
         self._failure: ModelError | None = None
 
     @contextlib.contextmanager
@@ -246,22 +237,21 @@ class Watcher:
             yield
 
     def enter(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        seen = _Seen(gate, is_inner=bool(self._open))
-        self._seen.append(seen)
-        self._open.append(seen)
-        with self._noting():
-            if gate.stack is not None:
-                self._enter_block(seen, gate.stack, Given(module, args, kwargs))
+        call = Call(gate, is_inner=bool(self._open))
+        self._seen.append(call)
+        self._open.append(call)
+        if gate.stack is not None:
+            with self._noting():
+                self._enter_block(call, gate.stack, Given(module, args, kwargs))
         return NOT_BYPASSED
 
     def leave(self, gate: Gate, module: torch.nn.Module, output: Any) -> None:
-        seen = self._open.pop()
+        call = self._open.pop()
         with self._noting():
-            seen.returned = nested.without_data(output)
-            if gate.stack is not None and self._failure is None:
-                self.returned[unwrapped(module)] = seen.returned
+            call.returned = nested.without_data(output)
+            if call.segment is not None and self._failure is None:
                 self._flows[gate.path].leave(output)
-                self._last_output[seen.key] = output
+                self._last_output[call.segment] = output
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
@@ -271,22 +261,16 @@ class Watcher:
         except ModelError as error:
             self._failure = self._failure or error
 
-    def _enter_block(self, seen: _Seen, stack: BlockStack, given: Given) -> None:
-        seen.places = stack.places(*given)
-        call = BlockCall(stack.arguments(*given), len(given.args))
-        self._flows[stack.path].enter(call)
-        path = stack.block_paths[seen.gate.index]
+    def _enter_block(self, call: Call, stack: BlockStack, given: Given) -> None:
+        call.places = stack.places(*given)
+        block = BlockCall(stack.arguments(*given), len(given.args))
+        path = stack.block_paths[call.gate.index]
         self.blocks.append(path)
         if self._keeps_calls:
-            self.calls.setdefault(path, call)
-        seen.shapes = {name: value.shape for name, value in _tensors(call.arguments)}
-        before = self._latest.get(stack.path)
-        if before is not None:  # Another run, if the list starts again or hands on another shape.
-            reshaped = any(before.shapes.get(name, shape) != shape for name, shape in seen.shapes.items())
-            seen.run = before.run + (seen.gate.index <= before.gate.index or reshaped)
-        self._latest[stack.path] = seen
-        if seen.key not in self._first:
-            self._first[seen.key] = given.copied()
+            self.calls.setdefault(path, block)
+        call.segment = self._flows.setdefault(stack.path, _Flow(stack)).enter(call.gate.index, block)
+        if call.segment not in self._first:
+            self._first[call.segment] = given.copied()
 
     # ------------------------------------------------------------------------------------------------ the result
 
@@ -295,38 +279,39 @@ class Watcher:
         if self._failure is not None:
             raise self._failure
         known = {stack.path: stack for stack in self._structure.stacks}
-        moments: dict[str, list[int]] = defaultdict(list)
-        for moment, seen in enumerate(self._seen):
-            moments[seen.gate.path].append(moment)
+        spans: dict[str, tuple[int, int]] = {}
+        """By list: when it ran first and last."""
+        for moment, call in enumerate(self._seen):
+            spans[call.gate.path] = spans.get(call.gate.path, (moment,))[0], moment
 
-        def runs_inside_another(path: str) -> bool:
-            others = (other for name, other in moments.items() if name in known and name != path)
-            return any(other[0] < moments[path][0] < other[-1] for other in others)
+        def is_beside(path: str) -> bool:
+            inside = (spans[other][0] < spans[path][0] < spans[other][1] for other in spans if other in known)
+            return path in self._structure.side or any(inside)
 
-        side = tuple(path for path in moments if path in self._structure.side or runs_inside_another(path))
-        ran = [known[path] for path in moments if path in known and path not in side]
+        side = tuple(path for path in spans if is_beside(path))
+        ran = [known[path] for path in spans if path in known and path not in side]
         if not ran:
             raise ModelError(
                 f"No block of {self._structure.model_class} ran, in {', '.join(map(repr, known))}; expected at "
                 "least one stack to run. Probe the model before attaching hooks that skip blocks, with inputs that "
                 "reach the blocks."
             )
-        idle = tuple(path for path in known if path not in moments)
+        idle = tuple(path for path in known if path not in spans)
         return replace(self._structure, stacks=tuple(map(self._with_streams, ran)), side=side, idle=idle)
 
     def _with_streams(self, stack: BlockStack) -> BlockStack:
         """The stack as its blocks ran; what was declared stays as declared."""
-        blocks = zip(stack.block_paths, map(unwrapped, stack.modules(self._model)), strict=True)
-        counts = {len(output_values(self.returned[block])): path for path, block in blocks if block in self.returned}
+        own = [call for call in self._seen if call.gate.path == stack.path]
+        counts = {len(output_values(call.returned)): stack.block_paths[call.gate.index] for call in reversed(own)}
         if len(counts) != 1:
-            found = ", ".join(f"{count} by {path!r}" for count, path in counts.items())
+            found = ", ".join(f"{count} by {path!r}" for count, path in sorted(counts.items()))
             raise ModelError(
                 f"The blocks of {stack.path!r} return different numbers of values ({found}); expected the same "
                 "number from each. Register an extractor for such a model: samovar.cache.register_extractor."
             )
         (count,) = counts
-        if stack.evidence != "declaration":
-            return replace(stack, streams=self._flows[stack.path].streams(stack.parameters, count), evidence="probe")
+        if not stack.streams:
+            return replace(stack, streams=self._flows[stack.path].streams(stack.parameters, count))
         if count != len(stack.streams):
             raise DeclarationError(
                 f"A declaration carries {len(stack.streams)} values through {stack.path!r}, but its blocks return "
@@ -338,36 +323,24 @@ class Watcher:
         """The trace with the residuals of its forward; ModelError if the forward cannot be understood."""
         anatomy = self.anatomy()
         stacks = {stack.path: stack for stack in anatomy.stacks}
-        outer = [seen for seen in self._seen if not seen.is_inner]
-        moments: dict[_Key, list[int]] = defaultdict(list)
-        for moment, seen in enumerate(outer):
-            if seen.gate.path in stacks:
-                moments[seen.key].append(moment)
+        outer = [call for call in self._seen if not call.is_inner]
+        moments: dict[Segment, list[int]] = defaultdict(list)
+        for moment, call in enumerate(outer):
+            if call.segment is not None and call.gate.path in stacks:
+                moments[call.segment].append(moment)
+            else:
+                call.segment = None
         if not moments:
             raise ModelError("its blocks run inside each other, so none of them can be skipped")
-        segments: dict[_Key, Segment] = {}
         residuals: Tensors = []
-        for key in moments:
-            stack = stacks[key[0]]
-            segments[key] = Segment(stack, len(residuals))
-            arguments = stack.arguments(*self._first[key])
-            inputs = [arguments.get(stream.parameter or "") for stream in stack.streams]
-            residuals += added(inputs, self._last_output[key])
-        calls = tuple(_calls(outer, segments, moments))
+        for segment, own in moments.items():
+            segment.stack, segment.slot = stacks[segment.stack.path], len(residuals)
+            outer[own[0]].is_first = outer[own[-1]].is_last = True
+            arguments = segment.stack.arguments(*self._first[segment])
+            inputs = [arguments.get(stream.parameter or "") for stream in segment.stack.streams]
+            residuals += added(inputs, self._last_output[segment])
+        spans = [(own[0], own[-1]) for own in moments.values()]
+        calls = [call for moment, call in enumerate(outer) if any(one <= moment <= end for one, end in spans)]
         leader = next(call for call in calls if call.is_first)
-        trace = Trace(calls, tuple(segments.values()), leader, anatomy.side)
-        return Watched(trace, residuals, {segment: self._first[key] for key, segment in segments.items()})
-
-
-def _calls(
-    outer: Sequence[_Seen], segments: Mapping[_Key, Segment], moments: Mapping[_Key, Sequence[int]]
-) -> Iterator[Call]:
-    """What is answered on a skipped step: all blocks, and what runs between them."""
-    for moment, seen in enumerate(outer):
-        if seen.key in segments:
-            segment, own = segments[seen.key], moments[seen.key]
-            places = tuple(seen.places.get(stream.parameter or "") for stream in segment.stack.streams)
-            yield Call(seen.gate, segment, moment == own[0], moment == own[-1], places, seen.returned)
-        elif any(other[0] < moment < other[-1] for other in moments.values()):
-            count = 0 if seen.returned is None else len(output_values(seen.returned))
-            yield Call(seen.gate, None, False, False, (None,) * count, seen.returned)
+        trace = Trace(tuple(calls), tuple(moments), leader, anatomy.side)
+        return Watched(trace, residuals, {segment: self._first[segment] for segment in moments})

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..core.adapters import adapter_settings, adapters_of, loaded_adapters
+from ..core.adapters import adapter_layers, adapter_settings, loaded_adapters
 from ..core.interop import kernel_settings
 from ..core.tensor_parts import take_apart
 from ..hooks.intercept import bare_class
@@ -98,7 +98,7 @@ def _module_reads(modules: list[torch.nn.Module], model: torch.nn.Module | None)
     classes = {bare_class(module): None for module in modules}
     hooks = [each[kind] for each in entries for kind in ("_forward_hooks", "_forward_pre_hooks")]
     loaded: Callable[[], tuple[str, ...]] = tuple if model is None else partial(loaded_adapters, model)
-    adapted = [module for module, _ in adapters_of(model.modules() if model is not None and loaded() else modules)]
+    adapted = adapter_layers(model.modules() if model is not None and loaded() else modules)
     attentions = [each for each in entries if "processor" in each]
     return {
         "modules have another class": lambda: list(map(type, modules)),  # That of a hooked one equals its own.

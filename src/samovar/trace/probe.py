@@ -10,7 +10,6 @@ import torch
 
 from ..arch.blocks import Anatomy, find_anatomy
 from ..arch.modules import unwrapped
-from ..core import nested
 from ..core.errors import ModelError
 from .forward import Watcher
 from .gates import Gates
@@ -44,13 +43,7 @@ def probe_anatomy(model: torch.nn.Module, inputs: Inputs, later_inputs: Inputs |
         anatomy = replace(anatomy, leader=anatomy.leader if anatomy.leader in paths else paths[0])
         if later_inputs is not None:
             watched = watcher.watched()
-            given = {name: _later(name, value, later_inputs.get(name)) for name, value in inputs.items()}
+            given = {**later_inputs, **{name: value for name, value in inputs.items() if name in _TIME}}
             rehearse(model, gates.by_module, watched, ((), dict(inputs)), output, lambda with_time: ((), given))
             anatomy = replace(anatomy, leader=watched.trace.leader.gate.path)
     return anatomy
-
-
-def _later(name: str, now: Any, later: Any) -> Any:
-    """An input as it is later, if it may be a part of the sample. Time and indices stay as they are."""
-    is_sample = name not in _TIME and all(tensor.is_floating_point() for tensor in nested.tensors(now))
-    return later if is_sample and nested.signature(now) == nested.signature(later) else now

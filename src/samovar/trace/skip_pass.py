@@ -10,7 +10,9 @@ again with another sample, the forward shows which stack sees the sample, and so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -20,6 +22,7 @@ from ..arch.declarations import declaration_for
 from ..core import nested
 from ..core.errors import ModelError
 from ..hooks import NOT_BYPASSED
+from ..hooks.handle import for_now
 from .forward import Call, Given, Segment, Tensors, Trace, Watched, added, alike, filled
 from .gates import Gate
 from .twin import Forward, TrialFailed, free, run_trial, trial, twin_of
@@ -48,34 +51,27 @@ class StepPass:
         self._trace, self._expected, self._choose = trace, expected, choose
         self._position = 0
         self._current: Call | None = None
-        self._residuals: dict[Segment, Tensors] = {}
+        self._added: dict[Segment, Tensors] = {}
 
     @property
     def residuals(self) -> Tensors | None:
         """What each segment added to its streams, in the order of the slots; None if unknown."""
         if self.lost is not None:
             return None
-        unknown = {segment: [None] * len(segment.stack.streams) for segment in self._trace.segments}
-        return [residual for parts in (unknown | self._residuals).values() for residual in parts]
+        parts = (self._added.get(each, [None] * len(each.stack.streams)) for each in self._trace.segments)
+        return list(itertools.chain.from_iterable(parts))
 
     def enter(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.lost is not None:
+        call = self._next(gate)
+        if call is None:
             return NOT_BYPASSED
-        calls = self._trace.calls
-        call = calls[self._position] if self._position < len(calls) else None
-        if call is None or call.gate is not gate:
-            # Members of a list that runs between blocks may be called at other times too.
-            if gate.stack is not None and gate.path not in self._trace.side:
-                self._lose(f"a block of {gate.path!r} was not expected here")
-            return NOT_BYPASSED
-        self._position += 1
         try:
-            if call is self._trace.leader and self._choose is not None:
-                self.mode = self._choose(Given(module, args, kwargs))
             inputs = call.read(args, kwargs)
         except (IndexError, KeyError):
             self._lose(f"a block of {gate.path!r} got other arguments than in the traced forward")
             return NOT_BYPASSED
+        if call is self._trace.leader and self._choose is not None:
+            self.mode = self._choose(Given(module, args, kwargs))
         if call.is_first and call.segment is not None:
             self.inputs[call.segment] = [v.clone() if isinstance(v, torch.Tensor) else v for v in inputs]
         if self.mode == "skip":
@@ -83,13 +79,24 @@ class StepPass:
         self._current = call
         return NOT_BYPASSED
 
+    def _next(self, gate: Gate) -> Call | None:
+        """The traced call that a gate's is, if the forward follows the trace."""
+        if self.lost is not None:
+            return None
+        call = next(iter(self._trace.calls[self._position :]), None)
+        if call is not None and call.gate is gate:
+            self._position += 1
+            return call
+        if gate.stack is not None and gate.path not in self._trace.side:  # Such members may be called at any time.
+            self._lose(f"a block of {gate.path!r} was not expected here")
+        return None
+
     def leave(self, gate: Gate, module: torch.nn.Module, output: Any) -> None:
         call = self._current
-        segment = None if call is None or call.gate is not gate or not call.is_last else call.segment
-        if segment is None:
+        if call is None or call.gate is not gate or not call.is_last or call.segment is None:
             return
         try:
-            self._residuals[segment] = added(self.inputs.pop(segment), output)
+            self._added[call.segment] = added(self.inputs.pop(call.segment), output)
         except ValueError:
             self._lose(f"a block of {gate.path!r} returned other shapes than in the traced forward")
 
@@ -99,15 +106,15 @@ class StepPass:
             path = self._trace.calls[self._position].gate.path
             self._lose(f"the forward ended before it called a block of {path!r}")
 
-    def _handed_on(self, call: Call, values: list[Any]) -> Sequence[Any]:
+    def _handed_on(self, call: Call, values: list[Any]) -> list[Any]:
         """What a skipped call returns: what it was given or, at the end of a segment, that with the residuals."""
         segment = call.segment
         if segment is None or not call.is_last or self._expected is None:
             return values
-        residuals = self._expected[segment.slot :][: len(values)]
+        pairs = zip(self.inputs[segment], self._expected[segment.slot :], strict=False)
         return [
             base if residual is None else base + residual if alike(base, residual) else residual.clone()
-            for base, residual in zip(self.inputs[segment], residuals, strict=True)
+            for base, residual in pairs
         ]
 
     def _lose(self, why: str) -> None:
@@ -118,20 +125,13 @@ class Replay:
     """Forwards of a model's twin in which no block runs. The model itself is not called."""
 
     def __init__(self, model: torch.nn.Module, gates: Mapping[torch.nn.Module, Gate], trace: Trace) -> None:
-        self._first = {call.gate: call.segment for call in trace.calls if call.is_first and call.segment is not None}
         self._step: StepPass | None = None
-        self._keeps_calls = False
-        self.first_calls: dict[Segment, Given] = {}
-        """The arguments of the first block of each segment in the last forward, as copies, if they were kept."""
         self._twin = twin_of(model, {module: partial(self._answer, module, gate) for module, gate in gates.items()})
 
-    def skip(self, step: StepPass, args: Any, kwargs: Any, *, keeps_calls: bool = False) -> Any:
+    def skip(self, step: StepPass, args: Any, kwargs: Any) -> Any:
         """The output of a forward through this pass; TrialFailed if the model raises."""
-        self._step, self._keeps_calls, self.first_calls = step, keeps_calls, {}
-        try:
+        with for_now(self, _step=step):
             output = run_trial(self._twin, args, kwargs)
-        finally:
-            self._step = None
         step.finish()
         return output
 
@@ -141,9 +141,6 @@ class Replay:
 
     def _answer(self, module: torch.nn.Module, gate: Gate, forward: Forward, args: Any, kwargs: Any) -> Any:
         assert self._step is not None
-        segment = self._first.get(gate)
-        if self._keeps_calls and segment is not None and segment not in self.first_calls:
-            self.first_calls[segment] = Given(module, args, kwargs).copied()
         answer = self._step.enter(gate, module, args, kwargs)
         return forward(*args, **kwargs) if answer is NOT_BYPASSED else answer
 
@@ -165,67 +162,61 @@ def rehearse(
     """Skip the step that gave this output, on the model's twin, and find the leader of the trace. ModelError says why
     nothing can be skipped."""
     trace, residuals, first_calls = watched
-    try:
-        replay = Replay(model, gates, trace)
-    except TrialFailed as error:
-        raise ModelError(f"a trial of the model failed ({error})") from error
-    try:
-        same = _same(replay, trace, residuals, given, output)
-        other = _elsewhere(replay, trace, residuals, given, partial(perturb, False))
-        if isinstance(other, TrialFailed):
-            raise ModelError(f"could not test which blocks depend on the sample ({other})") from other
+    with _refusing("a trial of the model failed"), contextlib.closing(Replay(model, gates, trace)) as replay:
+        same = StepPass(trace, "skip", residuals)
+        skipped = replay.skip(same, *given)
+        if same.lost is not None:
+            raise ModelError(f"the blocks are not called in the same order each time: {same.lost}")
+        difference = nested.difference(skipped, output)
+        if not difference <= tolerance(residuals):
+            raise ModelError(f"a skipped step differs from a computed one by {difference:.1e} where they should agree")
+        other = StepPass(trace, "skip", residuals)
+        with _refusing("could not test which blocks depend on the sample"):
+            _skip_another(replay, other, given, partial(perturb, False))
         _find_leader(trace, declaration_for(model).leader, same, other)
-        segment = trace.leader.segment
-        assert segment is not None
-        later = _elsewhere(replay, trace, residuals, given, partial(perturb, True))  # Some models refuse that time.
-        is_refused = isinstance(later, TrialFailed)
-        return first_calls[segment], None if is_refused else replay.first_calls.get(segment)
-    finally:
-        replay.close()
+        later: list[Given] = []
+
+        def note(given: Given) -> Mode:
+            later.append(given.copied())
+            return "skip"
+
+        with contextlib.suppress(TrialFailed):  # Some models refuse that time.
+            _skip_another(replay, StepPass(trace, "skip", residuals, note), given, partial(perturb, True))
+    assert trace.leader.segment is not None
+    return first_calls[trace.leader.segment], next(iter(later), None)
 
 
-def _same(replay: Replay, trace: Trace, residuals: Tensors, given: tuple[Any, Any], output: Any) -> StepPass:
-    """The step that was just computed, skipped, if that gives what it gave."""
-    step = StepPass(trace, "skip", residuals)
+@contextlib.contextmanager
+def _refusing(what: str) -> Iterator[None]:
     try:
-        skipped = replay.skip(step, *given)
+        yield
     except TrialFailed as error:
-        raise ModelError(f"a trial of the model failed ({error})") from error
-    if step.lost is not None:
-        raise ModelError(f"the blocks are not called in the same order each time: {step.lost}")
-    difference = nested.difference(skipped, output)
-    if not difference <= tolerance(residuals):
-        raise ModelError(f"a skipped step differs from a computed one by {difference:.1e} where they should agree")
-    return step
+        raise ModelError(f"{what} ({error})") from error
 
 
-def _elsewhere(
-    replay: Replay, trace: Trace, residuals: Tensors, given: tuple[Any, Any], perturbed: Callable[[], tuple[Any, Any]]
-) -> StepPass | TrialFailed:
-    """A skipped step with other arguments."""
-    step = StepPass(trace, "skip", residuals)
-    try:
-        with trial(given):
-            other = perturbed()
-        replay.skip(step, *other, keeps_calls=True)
-    except TrialFailed as error:
-        return error
-    return step
+def _skip_another(replay: Replay, step: StepPass, given: Any, perturbed: Callable[[], tuple[Any, Any]]) -> None:
+    """Skip a step with other arguments."""
+    with trial(given):
+        other = perturbed()
+    replay.skip(step, *other)
 
 
 def _find_leader(trace: Trace, declared: str | None, same: StepPass, other: StepPass) -> None:
     """The first segment that another sample reaches leads, unless one is declared."""
-    moved: dict[Segment | None, list[bool]] = {}
-    for segment in trace.segments:
-        pairs = zip(same.inputs.get(segment, ()), other.inputs.get(segment, ()), strict=False)
-        moved[segment] = [isinstance(one, torch.Tensor) and not nested.equal(one, two) for one, two in pairs]
-    starts = [call for call in trace.calls if call.is_first]
-    leaders = [call for call in starts if call.gate.path == declared] or [c for c in starts if any(moved[c.segment])]
+    starts = {call: _moved(call.segment, same, other) for call in trace.calls if call.is_first}
+    leaders = [call for call in starts if call.gate.path == declared] or [call for call in starts if any(starts[call])]
     if not leaders:
         raise ModelError("the sample reaches none of its blocks directly, so nothing shows how it changes")
     trace.leader = leaders[0]
-    streams = moved[trace.leader.segment]
+    streams = starts[trace.leader]
     trace.stream = streams.index(True) if True in streams else 0
+
+
+def _moved(segment: Segment | None, same: StepPass, other: StepPass) -> list[bool]:
+    """Which streams of a segment begin otherwise in another step."""
+    assert segment is not None
+    pairs = zip(same.inputs.get(segment, ()), other.inputs.get(segment, ()), strict=False)
+    return [isinstance(one, torch.Tensor) and not nested.equal(one, two) for one, two in pairs]
 
 
 def tolerance(value: Any) -> float:
