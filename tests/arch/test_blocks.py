@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-import zoo
 from samovar.arch import Coverage, coverage, find_anatomy
 from samovar.arch.blocks import Anatomy, BlockStack
-from samovar.trace import survey
 
 Linear, Norm, ModuleList = torch.nn.Linear, torch.nn.LayerNorm, torch.nn.ModuleList
 
@@ -173,25 +170,6 @@ def test_a_declared_list_that_is_missing_or_no_list_is_reported() -> None:
             assert paths(model) == ["rest"]
 
 
-def test_diffusers_metadata_lets_a_single_block_be_a_stack() -> None:
-    model = model_of(blocks=torch.nn.ModuleList([Block()]))
-    model._repeated_blocks = ["Block"]
-    assert paths(model) == ["blocks"]
-
-
-def test_a_stack_is_described() -> None:
-    model = model_of(blocks=torch.nn.ModuleList([Block(), Block()]))
-    stack = find_anatomy(model).stacks[0]
-    assert len(stack) == 2
-    assert stack.block_paths == ("blocks.0", "blocks.1")
-    assert stack.modules(model) == tuple(model.blocks)
-    assert stack.block_classes == ("Block",)
-    assert stack.parameters == ("hidden_states", "context", "temb")
-    assert stack.streams == (), "what a block hands on, a forward shows"
-    assert stack.num_bytes == 2 * BLOCK_BYTES
-    assert at(find_anatomy(model), "blocks") == stack
-
-
 def test_a_block_that_is_held_twice_has_both_its_places() -> None:
     one, two = Block(), Block()
     for blocks in ([one, two, one, two], [one, one, one]):
@@ -264,25 +242,3 @@ def test_shared_weights_count_once_and_where_they_are_in_a_block_as_covered() ->
     found = coverage(model, find_anatomy(model))
     assert (found.covered_bytes, found.total_bytes) == (3200, 3600)
     assert found.uncovered == (("embed", 200), ("trunk.table", 180))
-
-
-def test_a_stack_that_did_not_run_is_outside() -> None:
-    model = Covered()
-    nothing = replace(find_anatomy(model), stacks=())
-    assert coverage(model, nothing).uncovered[0] == ("trunk", 3400)
-    assert str(coverage(torch.nn.Module(), Anatomy("Module", ()))) == "blocks hold 100.0 % of the weights"
-
-
-def test_blocks_hold_nearly_all_of_a_real_model() -> None:
-    (part,) = survey("FluxTransformer2DModel").components
-    assert part.coverage is not None
-    assert part.coverage.share > 0.98
-
-
-def test_covered_and_uncovered_make_the_whole() -> None:
-    for case in zoo.load()[::9]:
-        if case.model in zoo.exported_classes():
-            model = case.build()
-            found = coverage(model, find_anatomy(model))
-            rest = found.total_bytes - found.covered_bytes - sum(size for _, size in found.uncovered)
-            assert 0 <= rest < 0.2 * found.total_bytes, case.id

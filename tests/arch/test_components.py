@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from pipelines import tiny_flux_pipeline
 from samovar.arch import ModuleDiscovery, SupportsModuleOffload, find_denoisers
 from samovar.arch.components import role_of
 from samovar.core.errors import DeclarationError, ModelError
@@ -45,25 +44,6 @@ def test_a_declaration_is_taken_at_its_word() -> None:
     assert (found.vae_names, found.vaes) == (["vae", "audio_vae"], [pipe.vae, pipe.audio_vae])
     assert found.resident_names == ["time_embedder", "vae2llm"]
     assert found.resident_modules == [pipe.time_embedder, pipe.vae2llm]
-
-
-def test_resident_modules_are_optional() -> None:
-    class Wrapping:
-        _dit_modules: ClassVar[list[str]] = ["pipe.transformer"]
-        _encoder_modules: ClassVar[list[str]] = ["pipe.text_encoder"]
-        _vae_modules: ClassVar[list[str]] = ["pipe.vae", "pipe.audio_vae"]
-
-        def __init__(self) -> None:
-            self.pipe = SimpleNamespace(
-                transformer=layer(), text_encoder=layer(), vae=layer(), audio_vae=layer(), vocoder=layer()
-            )
-
-    pipe = Wrapping()
-    assert isinstance(pipe, SupportsModuleOffload)
-    found = ModuleDiscovery.discover(pipe)
-    assert found.dits == [pipe.pipe.transformer]
-    assert found.vaes == [pipe.pipe.vae, pipe.pipe.audio_vae]
-    assert found.resident_modules == []
 
 
 def test_a_declared_name_that_is_missing_or_no_module_is_named_and_left_out() -> None:
@@ -115,23 +95,6 @@ def test_well_known_names_are_found(role: str) -> None:
             assert sum(len(names) for names, _ in found.roles().values()) == 1
 
 
-def test_the_scan_passes_over_what_is_no_module() -> None:
-    pipe = SimpleNamespace(transformer=None, dit="text", vae=layer(), text_encoder=lambda: None, components="none")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = ModuleDiscovery.discover(pipe)
-    assert (found.dits, found.encoders, found.vae_names) == ([], [], ["vae"])
-
-
-def test_a_diffusers_pipeline_is_read() -> None:
-    pipe = tiny_flux_pipeline()
-    found = ModuleDiscovery.discover(pipe)
-    assert found.dit_names == ["transformer"]
-    assert found.encoder_names == ["text_encoder", "text_encoder_2"]
-    assert found.vae_names == ["vae"]
-    assert found.resident_names == []
-
-
 def test_components_with_other_names_are_read_from_diffusers_own_list() -> None:
     from diffusers import AutoencoderKL, ControlNetModel, FluxTransformer2DModel, UNet2DModel
     from transformers import CLIPTextModel
@@ -158,21 +121,8 @@ def test_components_with_other_names_are_read_from_diffusers_own_list() -> None:
     assert (found.encoder_names, found.resident_names) == (["speech_encoder"], ["vocoder"])
 
 
-def test_nothing_is_found_in_nothing() -> None:
-    found = ModuleDiscovery.discover(object())
-    assert all(not names and not modules for names, modules in found.roles().values())
-
-
 def names_of(pipeline: Any) -> dict[str, list[str]]:
     return {role: names for role, (names, _) in ModuleDiscovery.discover(pipeline).roles().items() if names}
-
-
-def test_a_declaration_of_none_means_none() -> None:
-    class Bare(Declared):
-        _encoder_modules = None
-        _resident_modules = None
-
-    assert names_of(Bare()) == {"denoiser": ["language_model.model"], "vae": ["vae", "audio_vae"]}
 
 
 @pytest.mark.parametrize(
@@ -202,13 +152,10 @@ def test_half_a_declaration_is_reported_and_not_used() -> None:
         assert names_of(Half()) == {"vae": ["vae"]}
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError, ValueError, KeyError, NotImplementedError, ImportError, TypeError, AssertionError, OSError]
-)
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError])
 def test_the_scan_passes_over_what_raises(error: type[Exception]) -> None:
     class Raising:
-        def __init__(self) -> None:
-            self.vae = layer()
+        vae = layer()
 
         @property
         def components(self) -> Any:
@@ -216,9 +163,7 @@ def test_the_scan_passes_over_what_raises(error: type[Exception]) -> None:
 
         transformer = model_cpu_offload_seq = components
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert names_of(Raising()) == {"vae": ["vae"]}
+    assert names_of(Raising()) == {"vae": ["vae"]}
 
 
 def test_in_the_scan_a_module_inside_another_counts_once() -> None:
@@ -231,14 +176,6 @@ def test_in_the_scan_a_module_inside_another_counts_once() -> None:
     tied = layer()
     twins = SimpleNamespace(text_encoder=torch.nn.Sequential(tied), text_encoder_2=torch.nn.Sequential(tied))
     assert names_of(twins) == {"encoder": ["text_encoder", "text_encoder_2"]}, "a common part makes no twin"
-
-
-def test_declared_residents_may_be_inside_a_denoiser() -> None:
-    class Inside(Declared):
-        _dit_modules: ClassVar[list[str]] = ["language_model"]
-        _resident_modules: ClassVar[list[str]] = ["language_model.head"]
-
-    assert names_of(Inside())["resident"] == ["language_model.head"]
 
 
 def test_for_diffusers_components_the_class_decides_before_the_name() -> None:
@@ -258,14 +195,6 @@ def test_components_that_are_no_attributes_are_kept_and_odd_keys_ignored() -> No
     found = ModuleDiscovery.discover(SimpleNamespace(components=parts))
     assert (found.dit_names, found.vae_names, found.resident_names) == (["transformer"], ["movq"], [])
     assert found.vaes == [parts["movq"]]
-
-
-def test_a_compiled_component_is_classified_by_what_it_wraps() -> None:
-    from diffusers import AutoencoderTiny
-
-    compiled = torch.compile(AutoencoderTiny())
-    found = ModuleDiscovery.discover(SimpleNamespace(components={"first_stage": compiled}))
-    assert found.vaes == [compiled]
 
 
 class Block(torch.nn.Module):

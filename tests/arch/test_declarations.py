@@ -67,14 +67,6 @@ def test_one_declaration_serves_a_foreign_model() -> None:
     assert anatomy.leader == "inner.steps"
 
 
-def test_a_subclass_is_served_by_the_declaration_of_its_base() -> None:
-    class Derived(Foreign):
-        pass
-
-    register_declaration("Foreign", BlockDeclaration(stacks=("inner.steps",)))
-    assert [stack.path for stack in find_anatomy(Derived()).stacks] == ["inner.steps"]
-
-
 def test_what_is_declared_stays_as_declared() -> None:
     declaration = BlockDeclaration(
         stacks=("inner.steps",), carried={"inner.steps": ("mood", None)}, side=("adapters",), leader="inner.steps"
@@ -129,20 +121,6 @@ def test_what_does_not_fit_the_model_is_refused(declaration: BlockDeclaration, m
     register_declaration("Foreign", declaration)
     with pytest.raises(DeclarationError, match=message):
         find_anatomy(model)
-
-
-def test_a_wrong_count_is_refused_when_it_is_seen() -> None:
-    register_declaration(
-        "Foreign", BlockDeclaration(stacks=("inner.steps",), carried={"inner.steps": ("state", None, None)})
-    )
-    with pytest.raises(DeclarationError, match=r"carries 3 values through 'inner.steps', but its blocks return 2"):
-        probe_anatomy(Foreign(), inputs(0))
-
-
-def test_a_compiled_model_uses_the_declaration_of_its_class() -> None:
-    register_declaration("Foreign", BlockDeclaration(stacks=("inner.steps",)))
-    model = Foreign()
-    assert probe_anatomy(torch.compile(model), inputs(0), inputs(1)) == probe_anatomy(model, inputs(0), inputs(1))
 
 
 def test_a_parameter_that_only_kwargs_takes_may_be_declared() -> None:

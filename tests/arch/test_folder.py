@@ -82,12 +82,6 @@ def test_an_index_names_no_file_elsewhere(folder: Path, shard: Any) -> None:
     refused(folder, r"index\.json names .*; expected files beside it")
 
 
-@pytest.mark.parametrize("shards", ["[1]", '{"weight_map": 3}', "[" * 100_000])
-def test_an_index_of_shards_is_one(folder: Path, shards: str) -> None:
-    (folder / f"{FLUX}.index.json").write_text(shards)
-    refused(folder, r"index\.json (has no weight_map|must hold a JSON object|is not valid JSON: it is nested)")
-
-
 def test_shards_that_are_safetensors_are_read(folder: Path) -> None:
     expected = load_pipeline(folder, torch.float32).transformer.state_dict()
     name_in_index(folder / FLUX, "decoy.safetensors")
@@ -165,7 +159,7 @@ def stored(shape: list[int], first: int, last: int) -> dict[str, Any]:
     return {"dtype": "F32", "shape": shape, "data_offsets": [first, last]}
 
 
-@pytest.mark.parametrize("length", [None, 2**30, 2**40, 2**63])
+@pytest.mark.parametrize("length", [None, 2**63])
 @pytest.mark.parametrize(
     "header",
     [
@@ -292,26 +286,20 @@ def test_no_other_library_is_imported(folder: Path, library: str, monkeypatch: p
     refused(folder, r"asks for code of another library: .*trust_remote_code=True")
 
 
-def test_components_of_the_packages_of_diffusers_are_read(folder: Path) -> None:
-    """Such as the safety checkers of Stable Diffusion, which diffusers saves by the name of the package."""
-    from samovar.arch.folder import library_of
-
-    package = library_of(folder, "safety_checker", "stable_diffusion", "StableDiffusionSafetyChecker")
-    assert package.__name__ == "diffusers.pipelines.stable_diffusion"
+TEMPLATES = (
+    "{{ messages['__class__'] }}",
+    "{{ messages | attr('x') }}",
+    "{% include 'other' %}",
+    "{%- import 'other' as x -%}",
+    "{{ (messages] }}",
+    "{{ ''.__class__.__mro__ }}",
+)
+PLACES = ("tokenizer_config.json", "list", "chat_template.jinja", "additional_chat_templates")
 
 
 @pytest.mark.parametrize(
-    "template",
-    [
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages['__class__'] }}",
-        "{{ messages | attr('x') }}",
-        "{% include 'other' %}",
-        "{%- import 'other' as x -%}",
-        "{{ (messages] }}",
-    ],
+    ("template", "place"), [*((each, PLACES[0]) for each in TEMPLATES), *((TEMPLATES[0], each) for each in PLACES[1:])]
 )
-@pytest.mark.parametrize("place", ["tokenizer_config.json", "list", "chat_template.jinja", "additional_chat_templates"])
 def test_templates_that_reach_further_are_refused(folder: Path, template: str, place: str) -> None:
     tokenizer = folder / "tokenizer"
     if place == "tokenizer_config.json":
@@ -375,27 +363,19 @@ def test_an_index_that_is_wrong_is_refused(folder: Path, changes: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    "file",
+    ("file", "content"),
     [
-        "model_index.json",
-        "transformer/config.json",
-        "text_encoder/config.json",
-        "scheduler/scheduler_config.json",
-        "tokenizer/tokenizer_config.json",
-        "tokenizer/tokenizer.json",
+        ("model_index.json", "[" * 100_000),
+        ("transformer/config.json", '{"a":' * 100_000),
+        ("text_encoder/config.json", "\xff"),
+        ("scheduler/scheduler_config.json", ""),
+        ("tokenizer/tokenizer_config.json", "[" * 100_000),
+        ("tokenizer/tokenizer.json", "\xff"),
     ],
 )
-@pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 100_000, "\xff", ""])
 def test_no_file_of_json_is_too_deep_or_broken_for_an_answer(folder: Path, file: str, content: str) -> None:
     (folder / file).write_bytes(content.encode("latin-1"))
     refused(folder, r"json is not valid JSON")
-
-
-@pytest.mark.parametrize("file", ["model_index.json", "transformer/config.json", "text_encoder/config.json"])
-@pytest.mark.parametrize("content", ["[]", '"x"'])
-def test_what_describes_a_model_is_an_object(folder: Path, file: str, content: str) -> None:
-    (folder / file).write_text(content)
-    refused(folder, r"json must hold a JSON object")
 
 
 def test_a_list_of_numbers_is_a_setting_of_the_pipeline(folder: Path) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from pipelines import tiny_flux_pipeline
 from pipelines.gguf_files import write_gguf
-from samovar.arch import gguf_file
 from samovar.arch.gguf_file import GgufFile, read_gguf, stored_in
 from samovar.arch.modules import tensor_bytes
 from samovar.arch.quantised import as_stored
@@ -77,19 +76,6 @@ def test_a_file_of_a_deeper_model_is_refused() -> None:
         ModelError, match=rf"it has transformer_blocks\.60\.\S+ \(and {more} more\), which the model does"
     ):
         stored_in(a_file_of(shapes | deeper), "transformer", parts)
-
-
-def test_what_authors_expect_to_be_over_is_left_out() -> None:
-    _, parts = read_skeleton("WanTransformer3DModel")
-    model = parts["transformer"].module
-    assert model is not None
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    assert not any("norm_added_q" in name for name in shapes)
-    stored_in(a_file_of(shapes), "transformer", parts)
-    left_out = {
-        name.replace("norm_k", "norm_added_q"): shape for name, shape in shapes.items() if "attn2.norm_k" in name
-    }
-    assert gguf_file._difference(shapes, shapes | left_out, parts["transformer"].cls) == ""
 
 
 def a_file_of(shapes: dict[str, tuple[int, ...]]) -> GgufFile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from samovar.arch.lists import blocks_of, find_lists
+from samovar.arch.lists import find_lists
 
 
 class Packed(torch.nn.Module):
@@ -52,9 +52,3 @@ def test_packed_layers_are_read_by_their_widths_and_unknown_ones_by_their_shapes
         assert list(find_lists(model_of(linear, ((8, 24), (8, 8))))) == ["members"], linear
     for linear in (torch.nn.Linear, Packed):
         assert not find_lists(model_of(linear, ((8, 24), (8, 4)))), linear
-
-
-def test_blocks_have_their_paths_in_the_model() -> None:
-    model = model_of(torch.nn.Linear, ((8, 8), (8, 8)))
-    assert list(blocks_of("members", model.members)) == ["members.0", "members.1", "members.2"]
-    assert find_lists(model)["members"] == blocks_of("members", model.members)

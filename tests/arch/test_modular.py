@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipelines.modular import CALLS, save_modular, tiny_modular, without_decoder
-from samovar.arch.folder import check_folder, pipeline_class, read_index
+from samovar.arch.folder import check_folder, pipeline_class
 from samovar.arch.modular import adapt, is_modular
 from samovar.arch.skeleton import build_pipeline, read_skeleton
 from samovar.core.errors import ModelError
@@ -125,21 +125,6 @@ def test_a_skeleton_is_built_and_rehearsed(folder: Path) -> None:
     assert seen.size == RequestSize(32, 48, None, 1)
 
 
-def test_a_class_is_known_by_its_usual_blocks() -> None:
-    name, parts = read_skeleton("StableDiffusion3ModularPipeline")
-    assert name == "StableDiffusion3ModularPipeline"
-    assert {"transformer", "vae", "text_encoder_3"} <= set(parts)
-    assert parts["transformer"].role == "denoiser"
-
-
-def test_a_loaded_one_is_rehearsed_as_it_is() -> None:
-    pipe = tiny_modular("flux")
-    seen = dry_run(pipe, RequestSize(16, 32))
-    assert seen.problem is None
-    assert "transformer" in seen.peaks
-    assert seen.size == RequestSize(16, 32, None, 1)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -157,13 +142,6 @@ def test_a_loaded_one_is_rehearsed_as_it_is() -> None:
 def test_an_index_that_leads_elsewhere_is_refused(folder: Path, tmp_path: Path, change: Any, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         loaded(changed(folder, tmp_path / "changed", change))
-
-
-def test_a_component_that_is_not_here_is_refused(folder: Path, tmp_path: Path) -> None:
-    lacking = changed(folder, tmp_path / "lacking", lambda index: None)
-    shutil.rmtree(lacking / "vae")
-    with pytest.raises(ModelError, match=r"'vae' is in 'vae' of .*only what is in the model's folder is loaded"):
-        read_index(lacking)
 
 
 def test_blocks_that_come_with_a_model_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ def test_what_bitsandbytes_stores() -> None:
     layer.load_state_dict(torch.nn.Linear(48, 37, bias=False).state_dict())
     weight = layer.to("cpu").weight
     real = [weight, weight.quant_state.absmax, weight.quant_state.code]
-    planned = KINDS["nf4"].tensors(37, 48, torch.bfloat16).values()
-    assert [t.numel() * t.element_size() for t in planned] == [t.numel() * t.element_size() for t in real]
+    planned = KINDS["nf4"].stored_bytes(37, 48, torch.bfloat16)
+    assert list(planned.values()) == [tensor.numel() * tensor.element_size() for tensor in real]
 
 
 def test_layers_outside_of_blocks_stay() -> None:

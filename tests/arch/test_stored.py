@@ -13,7 +13,6 @@ from samovar.arch.modules import tensor_bytes
 from samovar.arch.quantised import as_stored
 from samovar.arch.skeleton import read_skeleton
 from samovar.arch.stored import Header, read_headers, stored_dtype, stored_for
-from samovar.core.errors import ModelError
 from samovar.engine.models import load_pipeline
 from samovar.engine.quantize import Quantization
 from samovar.offload import read_parts
@@ -80,13 +79,6 @@ def test_bitsandbytes_folders_are_read_by_their_headers() -> None:
     assert stored_dtype(headers, model) is torch.bfloat16
 
 
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"\0" * 20)
-    with pytest.raises(ModelError, match=r"model\.safetensors is not a complete safetensors file"):
-        read_headers(tmp_path)
-    assert stored_dtype({}) is torch.bfloat16
-
-
 def test_names_of_older_versions_are_found_again(tmp_path: Path) -> None:
     """transformers saves Qwen2.5-VL's model.language_model and model.visual as model and visual."""
     pytest.importorskip("torchao")
@@ -99,20 +91,6 @@ def test_names_of_older_versions_are_found_again(tmp_path: Path) -> None:
     with as_stored(parts):
         sizes = {name: tensor_bytes([part.module]) for name, part in parts.items() if part.module is not None}
     assert sizes == {name: tensor_bytes([getattr(pipe, name)]) for name in parts}
-
-
-def test_what_is_not_loaded_does_not_count() -> None:
-    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 4, device="meta")))
-    model.register_buffer("table", torch.empty(4, device="meta"))
-    headers = {
-        "0.0.weight": Header("I8", (4, 4)),
-        "0.0.bias": Header("F32", (4,)),
-        "table": Header("F32", (4,)),
-        "other.0.weight": Header("I8", (4, 4)),  # Of a tower that this model does not have.
-        "other.head": Header("F32", (4,)),
-    }
-    assert list(stored_for(headers, model)) == ["0.0"]
-    assert list(stored_for(headers, model)["0.0"]) == ["weight"]
 
 
 def test_what_authors_keep_in_float32_is_loaded_so(tmp_path: Path) -> None:

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from driving import COND, Block, Plain, at, case, counted, state_of, tensors_in
+from driving import COND, Block, Plain, at, case, state_of, tensors_in
 from gated import Gated, given
 
 import zoo
 from samovar.arch import Anatomy, BlockDeclaration, find_anatomy
 from samovar.arch.declarations import DECLARATIONS
 from samovar.core.errors import DeclarationError, ModelError, SettingError
-from samovar.hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook
+from samovar.hooks import NOT_BYPASSED, HookRegistry, ModelHook
 from samovar.trace import probe_anatomy
-from samovar.trace.forward import Watcher, filled
+from samovar.trace.forward import Watcher
 from samovar.trace.gates import Gate, Gates
 
 
@@ -36,9 +36,6 @@ class Noting:
         self.left.append((gate.path, gate.index))
 
 
-BLOCKS = [("blocks", 0), ("blocks", 1), ("blocks", 2)]
-
-
 @torch.no_grad()
 def call(model: torch.nn.Module, step: int = 0) -> torch.Tensor:
     output: torch.Tensor = model(*at(step), COND)
@@ -46,35 +43,6 @@ def call(model: torch.nn.Module, step: int = 0) -> torch.Tensor:
 
 
 # ------------------------------------------------------------------------------------------------ gates
-
-
-class Onlooker(ModelHook):
-    """Stands where offload stands."""
-
-    order = HookOrder.OFFLOAD
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        self.calls += 1
-        return args, kwargs
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_a_gate_answers_outside_of_what_others_put_on_a_block(first: bool) -> None:
-    model, onlooker, answer = Plain(), Onlooker(), torch.ones(1, 5, 8)
-    gated = Gated(model) if first else None
-    HookRegistry.get_or_create(model.blocks[2]).register_hook("a look", onlooker)
-    gated, noting = gated or Gated(model), Noting({2: answer})
-    with counted(model.blocks) as calls:
-        output = gated.through(noting, given(*at(0), COND))
-    assert (calls, onlooker.calls) == (list(model.blocks[:2]), 0)
-    assert (noting.entered, noting.left) == (BLOCKS, BLOCKS[:2])
-    with torch.no_grad():
-        assert torch.equal(output, model.unembed(answer))
-    assert torch.equal(call(model), call(Plain())), "nobody is asked outside of a pass"
-    assert onlooker.calls == 1
 
 
 def test_a_pass_is_asked_on_its_own_thread_and_the_outer_one_again_after_the_inner() -> None:
@@ -191,22 +159,6 @@ def test_a_stream_is_known_by_identity_or_else_by_form(make: type[Plain]) -> Non
     assert state_of(model) == before
 
 
-def test_the_first_call_of_every_block_is_kept_if_that_is_asked_for() -> None:
-    class Twice(Plain):
-        def run(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
-            return super().run(super().run(x, temb), temb=temb)
-
-    model = Twice()
-    assert watch(model).calls == {}
-    watcher = watch(model, keeps_calls=True)
-    assert watcher.blocks == [f"blocks.{index}" for index in (0, 1, 2, 0, 1, 2)]
-    assert list(watcher.calls) == ["blocks.0", "blocks.1", "blocks.2"]
-    with torch.no_grad():
-        assert torch.equal(watcher.calls["blocks.0"].arguments["x"], model.embed_x(at(0)[0]))
-    assert watcher.calls["blocks.0"].num_positional == 2
-    assert torch.equal(watcher.calls["blocks.0"].output, watcher.calls["blocks.1"].arguments["x"])
-
-
 def test_a_list_that_runs_between_blocks_or_not_at_all_is_set_aside() -> None:
     class Aside(Plain):
         def __init__(self) -> None:
@@ -308,18 +260,6 @@ def test_segments(name: str) -> None:
         assert [call.is_last for call in own] == [False] * (len(own) - 1) + [True]
     held = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(trace))
     assert held == 0, "a trace holds nothing of the forward that it was made of"
-
-
-def test_an_answer_has_the_form_of_what_the_block_returned() -> None:
-    form, value = torch.empty(2, 3, device="meta"), torch.ones(2, 3, dtype=torch.float64)
-    empty = torch.empty(4, dtype=torch.bfloat16, device="meta")
-    answer = filled([form, None, empty, (empty, form)], [value, None, None, None], (value,))
-    assert type(answer) is list
-    assert zoo.equal(answer[0], value.float())
-    assert answer[1] is None
-    assert zoo.equal(answer[2], torch.zeros(4, dtype=torch.bfloat16)), "zeros where nothing is carried"
-    assert [tuple(part.shape) for part in answer[3]] == [(4,), (2, 3)]
-    assert filled(None, (), ()) is None
 
 
 # ------------------------------------------------------------------------------------------------ the anatomy

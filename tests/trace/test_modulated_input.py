@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 from collections.abc import Callable
@@ -150,16 +149,6 @@ def test_reading_writes_into_no_argument_of_the_block() -> None:
     assert torch.equal(values[0], real)
 
 
-def test_a_reader_knows_when_its_block_has_changed() -> None:
-    block, x = Block(8), torch.randn(1, 5, 8)
-    reader = ModulatedInput(Given(block, (x, torch.zeros(1, 1, 8)), {}), x)
-    assert reader.is_current()
-    assert reader.attention is block.attn
-    with torch.no_grad():
-        block.norm.weight.mul_(2)
-    assert not reader.is_current()
-
-
 # ------------------------------------------------------------------------------------------------ weights that change
 
 
@@ -185,35 +174,6 @@ def test_the_next_run_sees_weights_that_were_changed(change: Callable[[Plain], N
     assert hook.stats().branches["only"] != before.branches["only"], "the change shows in the distances"
 
 
-def test_adapters_are_part_of_it_whenever_they_are_loaded() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["norm1.linear", "to_q"], init_lora_weights=False)
-    name = "FluxTransformer2DModel"
-
-    def adapted(model: torch.nn.Module) -> torch.nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            model.add_adapter(config)
-        return model
-
-    def run(model: torch.nn.Module) -> None:
-        with call_context(branch="only"):
-            for index in range(4):
-                case(name).run(model, index)
-
-    settings = {**UNGUARDED, "rel_l1_thresh": INFINITE}
-    bare, before, after = (case(name).build() for _ in range(3))
-    adapted(before)
-    hooks = [apply_teacache_hook(model, settings) for model in (bare, before, after)]
-    for model in (bare, before, after):
-        run(model)
-    hooks[2].reset_state(after)
-    run(adapted(after))
-    steps = [hook.stats().branches["only"].steps for hook in hooks]
-    assert steps[1] == steps[2]
-    assert [step.distance for step in steps[0]] != [step.distance for step in steps[1]]
-
-
 def test_compiled_blocks_are_judged_alike() -> None:
     plain, compiled = Plain(), Plain()
     hooks = [apply_teacache_hook(model, {**UNGUARDED, "rel_l1_thresh": 0.3}) for model in (plain, compiled)]
@@ -223,19 +183,6 @@ def test_compiled_blocks_are_judged_alike() -> None:
         torch.testing.assert_close(one, other)
     assert hooks[0].stats().branches["only"] == hooks[1].stats().branches["only"]
     torch.compiler.reset()
-
-
-def test_no_twin_outlives_its_run() -> None:
-    """It may have copies of weights."""
-    model = Plain()
-    hook = apply_teacache_hook(model, COMPUTING)
-    gc.freeze()  # From here on only what is new is looked at.
-    loop(model)
-    hook.end_run(model, None)
-    gc.collect()
-    twins = [found for found in gc.get_objects() if isinstance(found, Block)]
-    gc.unfreeze()
-    assert twins == []
 
 
 # ------------------------------------------------------------------------------------------------ without a twin
@@ -302,25 +249,6 @@ def test_a_twin_that_is_wrong_is_found_out_and_stays_so(caplog: pytest.LogCaptur
         hook.end_run(model, None)
     assert [record.levelname for record in caplog.records] == ["WARNING"], "it is said once"
     assert hook.stats().signal.startswith("the input of blocks.0,")
-
-
-def test_an_error_while_it_is_checked_leaves_nothing_on_the_block() -> None:
-    model = Plain()
-    hook = apply_teacache_hook(model, COMPUTING)
-    before = [dict(module._forward_pre_hooks) for module in model.modules()]
-
-    def fail(*_: Any) -> None:
-        raise ValueError("out of memory, say")
-
-    with call_context(branch="only"), torch.no_grad():
-        model(*at(0), COND)
-        handle = model.blocks[0].norm.register_forward_pre_hook(fail)
-        with pytest.raises(ValueError, match="out of memory"):
-            model(*at(1), COND)
-        handle.remove()
-        assert [dict(module._forward_pre_hooks) for module in model.modules()] == before
-        model(*at(2), COND)
-    assert hook.stats().signal.startswith("the input of blocks.0.attn")
 
 
 def test_it_is_checked_against_its_own_forward_and_no_other_thread(caplog: pytest.LogCaptureFixture) -> None:

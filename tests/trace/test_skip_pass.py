@@ -10,44 +10,9 @@ from driving import COND, Block, Leaking, Plain, at, case, counted
 from gated import Gated, given
 
 import zoo
-from samovar.arch import BlockDeclaration, find_anatomy
-from samovar.arch.declarations import DECLARATIONS
 from samovar.core.errors import ModelError
-from samovar.trace.forward import Given
-from samovar.trace.skip_pass import Mode, Replay, StepPass, rehearse
+from samovar.trace.skip_pass import Mode, Replay, StepPass
 from samovar.trace.twin import TrialFailed
-
-TEXT_FIRST = "HunyuanVideoTransformer3DModel"
-"""Its text runs through blocks of its own before the sample does."""
-
-
-def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    return [block for stack in find_anatomy(model).stacks for block in stack.modules(model)]
-
-
-def test_what_is_skipped_gives_what_was_computed_with_the_residuals_of_that_step() -> None:
-    name = "FluxTransformer2DModel-controlnet"
-    model = case(name).build()
-    exact, gated = case(name).run(model, 1), Gated(model)
-    (trace, first, _), _ = gated.rehearsed(gated.of(case(name)), gated.of(case(name), 1))
-    step = StepPass(trace, "compute")
-    assert zoo.equal(gated.through(step, gated.of(case(name), 1)), exact)
-    assert step.residuals is not None
-    assert not zoo.equal(step.residuals, first)
-    skipped = gated.through(StepPass(trace, "skip", step.residuals), gated.of(case(name), 1))
-    torch.testing.assert_close(skipped, exact, rtol=1e-5, atol=1e-5)
-
-
-def test_skipping_runs_no_block_and_nothing_between() -> None:
-    name = "WanAnimateTransformer3DModel"
-    model = case(name).build()
-    gated = Gated(model)
-    (trace, first, _), _ = gated.rehearsed(gated.of(case(name)), gated.of(case(name), 1))
-    between = [module for path in trace.side for module in model.get_submodule(path)]
-    assert between
-    with counted([*blocks_of(model), *between]) as calls:
-        gated.through(StepPass(trace, "skip", first), gated.of(case(name), 1))
-    assert not calls
 
 
 class Controlled(Plain):
@@ -79,28 +44,6 @@ def test_a_skipped_step_adds_the_residual_to_its_own_input(make: type[Plain]) ->
     step = StepPass(trace, "compute")
     gated.through(step, given(*at(0), COND))
     assert zoo.equal(step.residuals, [first])
-
-
-@pytest.mark.parametrize("name", ["FluxTransformer2DModel", TEXT_FIRST])
-@pytest.mark.parametrize("answer", ["skip", "compute"])
-def test_the_leader_is_asked_once_with_its_arguments(name: str, answer: Mode) -> None:
-    model = case(name).build()
-    exact, gated = case(name).run(model, 1), Gated(model)
-    (trace, first, _), _ = gated.rehearsed(gated.of(case(name)), gated.of(case(name), 1))
-    asked: list[torch.nn.Module] = []
-
-    def choose(given: Given) -> Mode:
-        asked.append(given.module)
-        return answer
-
-    with counted(blocks_of(model)) as calls:
-        output = gated.through(StepPass(trace, "ask", first, choose), gated.of(case(name), 1))
-    assert trace.leader.segment is not None
-    assert asked == [model.get_submodule(trace.leader.segment.stack.block_paths[0])]
-    early = [block for segment in trace.early_segments for block in segment.stack.modules(model)]
-    assert bool(early) is (name == TEXT_FIRST)
-    assert any(block not in early for block in calls) is (answer == "compute")
-    assert zoo.equal(output, exact) is (answer == "compute")
 
 
 # ------------------------------------------------------------------------------------------------ out of step
@@ -155,46 +98,6 @@ def test_a_block_that_returns_something_else_is_noticed() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ the rehearsal
-
-LEADERS = {
-    "FluxTransformer2DModel": ("transformer_blocks", "hidden_states"),
-    TEXT_FIRST: ("transformer_blocks", "hidden_states"),
-    "Kandinsky5Transformer3DModel": ("visual_transformer_blocks", "visual_embed"),
-    "Flux3Transformer2DModel-reference": ("mode_blocks.image", "hidden_states"),
-    "Lumina2Transformer2DModel": ("noise_refiner", "hidden_states"),
-}
-"""By zoo case: the stack that leads and the parameter that carries what is denoised; several run text first."""
-
-
-@pytest.mark.parametrize("name", LEADERS)
-def test_the_first_stack_that_sees_the_sample_leads_unless_one_is_declared(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gated = Gated(case(name).build())
-    (trace, _, first_calls), (one, other) = gated.rehearsed(gated.of(case(name)), gated.of(case(name), 1))
-    segment = trace.leader.segment
-    assert segment is not None
-    assert (trace.leader.gate.path, segment.stack.streams[trace.stream].parameter) == LEADERS[name]
-    assert one is first_calls[segment]
-    assert other is not None
-    streams = [trace.leader.read(given.args, given.kwargs)[trace.stream] for given in (one, other)]
-    assert not torch.equal(*streams), "the other one has another sample"
-    last = trace.segments[-1].stack.path
-    monkeypatch.setitem(DECLARATIONS, case(name).model, BlockDeclaration(leader=last))
-    (trace, _, _), _ = gated.rehearsed(gated.of(case(name)), gated.of(case(name), 1))
-    assert trace.leader.gate.path == last
-
-
-def test_nobody_sees_a_rehearsal() -> None:
-    name = "FluxTransformer2DModel"
-    gated = Gated(case(name).build())
-    watched, output = gated.watched(gated.of(case(name)))
-    with counted(gated.model.modules()) as calls:
-        rehearse(
-            gated.model, gated.gates.by_module, watched, gated.of(case(name)), output,
-            lambda with_time: gated.of(case(name), 1),
-        )  # fmt: skip
-    assert not calls
 
 
 class Tapped(Plain):

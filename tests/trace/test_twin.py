@@ -15,7 +15,7 @@ from driving import COND, Block, Plain, at, case, counted, state_of
 
 import zoo
 from samovar.hooks import HookOrder, HookRegistry, ModelHook
-from samovar.trace.twin import TrialFailed, free, run_trial, trial, twin_of
+from samovar.trace.twin import TrialFailed, run_trial, trial, twin_of
 
 
 @pytest.fixture(autouse=True)
@@ -42,21 +42,6 @@ def test_a_twin_gives_the_bits_of_its_model(name: str) -> None:
     exact, before = case(name).run(model), state_of(model)
     assert zoo.equal(run_trial(twin_of(model), (), case(name).inputs(0) | {"return_dict": False}), exact)
     assert state_of(model) == before
-
-
-def test_its_weights_are_those_of_the_model_and_nothing_else_is() -> None:
-    model = Plain()
-    vars(model)["_samovar_attached"] = [model, torch.zeros(4)]
-    model.blocks[2] = model.blocks[0]
-    twin = twin_of(model)
-    assert all(one is other for one, other in zip(twin.parameters(), model.parameters(), strict=True))
-    assert not set(twin.modules()) & set(model.modules())
-    assert [type(part).__name__ for part in twin.modules()] == [type(part).__name__ for part in model.modules()]
-    assert twin.blocks[2] is twin.blocks[0]
-    assert not [key for key in vars(twin) if key.startswith("_samovar_")]
-    with torch.no_grad():
-        model.unembed.weight.mul_(2)
-    assert torch.equal(bare(twin), bare(model))
 
 
 class Loud(ModelHook):
@@ -117,20 +102,6 @@ def test_a_trial_leaves_no_trace() -> None:
     assert torch.equal(model.generator.get_state(), own_state)
     assert torch.equal(sample, at(0)[0])
     assert torch.equal(text, COND)
-
-
-def test_modules_that_should_not_run_are_answered() -> None:
-    model, asked = Plain(), []
-
-    def answer(module: torch.nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        asked.append(module)
-        return torch.ones(1, 5, 8) if module is model.blocks[2] else forward(*args, **kwargs)
-
-    with counted(model.blocks) as calls:
-        output = tried(model, answers={block: functools.partial(answer, block) for block in model.blocks})
-    assert (asked, calls) == (list(model.blocks), [])
-    with torch.no_grad():
-        assert torch.equal(output, model.unembed(torch.ones(1, 5, 8)))
 
 
 def test_what_the_model_raises_is_told_apart_from_what_we_raise() -> None:
@@ -206,21 +177,6 @@ def test_a_compiled_model_is_tried_uncompiled() -> None:
     torch.compiler.reset()
 
 
-class Splitting(ModelHook):
-    order = HookOrder.SHARD
-
-    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        return output * 2
-
-
-def test_hooks_that_split_the_work_over_ranks_are_part_of_the_forward() -> None:
-    model = Plain()
-    exact = bare(model)
-    HookRegistry.get_or_create(model.blocks[0]).register_hook("split", Splitting())
-    assert torch.equal(tried(model), bare(model))
-    assert torch.equal(tried(model, sharded=False), exact)
-
-
 def test_the_twin_of_an_8_bit_layer_leaves_its_weight_alone() -> None:
     layers = pytest.importorskip("bitsandbytes").nn
     layer = layers.Linear8bitLt(32, 32, has_fp16_weights=False, threshold=6.0).to("cpu").eval()
@@ -230,12 +186,3 @@ def test_the_twin_of_an_8_bit_layer_leaves_its_weight_alone() -> None:
     for each in (twin, layer, twin):
         assert torch.equal(bare(each, given), expected)
     assert {layer.weight.data_ptr(), layer.state.CB.data_ptr(), twin.state.CB.data_ptr()} == {address}
-
-
-def test_a_freed_twin_holds_nothing_and_the_model_all() -> None:
-    model = Plain()
-    twin = twin_of(model, answers={model.blocks[0]: lambda forward, args, kwargs: forward(*args, **kwargs)})
-    block = twin.blocks[0]
-    free(twin)
-    assert not vars(block)
-    assert bare(model).shape == (1, 5, 4)

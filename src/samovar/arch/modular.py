@@ -30,14 +30,6 @@ _OWN_BLOCKS = "modular_config.json"
 class ModularCall:
     """Put before the class of a modular pipeline."""
 
-    bare: ClassVar[Any]
-    """The class of diffusers."""
-    beside: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """For an input, the inputs that it cannot do without."""
-    lacking: ClassVar[Mapping[str, str]] = {}
-    """Inputs that are not taken, each for want of a component."""
-    lists: ClassVar[frozenset[str]] = frozenset()
-    """Inputs that may be lists of images."""
     kinds: ClassVar[Mapping[str, Any]] = {}
     """The classes of components that are loaded."""
 
@@ -133,26 +125,22 @@ def _loaded(empty: Any, folder: Path, settings: Mapping[str, Any]) -> dict[str, 
 def _described(cls: Any, blocks: Any, pipeline: Any = None) -> Any:
     """A class before `cls` whose call has a signature: that of its blocks with the components of a pipeline."""
     inputs = {each.name: each for each in blocks.inputs if each.name is not None}
-    needs, usual = _needs(blocks, {}), _kinds(_running(blocks, {}))
-    lacking: dict[str, str] = {}
-    beside: dict[str, tuple[str, ...]] = {}
-    for name in inputs:
-        missing = _kinds(_running(blocks, {name: True})).keys() - usual if pipeline is not None else set()
-        absent = [part for part in sorted(missing) if getattr(pipeline, part, None) is None]
-        if absent and name not in needs:
-            lacking[name] = absent[0]
-        elif more := set(_needs(blocks, {name: True})) - set(needs):
-            beside[name] = tuple(sorted(more))
-    taken = [_parameter(each, name in needs, pipeline) for name, each in inputs.items() if name not in lacking]
-    guided = ((name, part, getattr(pipeline, part, None)) for name, part in _GUIDERS.items() if name not in inputs)
-    scales = {name: part for name, part, guider in guided if hasattr(guider, "guidance_scale")}
-    for name, part in scales.items():
-        scale = getattr(pipeline, part).guidance_scale
-        taken.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=scale, annotation=float))
-    lists = frozenset(each.name for each in inputs.values() if "list[PIL" in str(each.type_hint))
-    body = {"bare": cls, "beside": beside, "lacking": lacking, "lists": lists, "kinds": _kinds(blocks)}
-    body["__call__"] = _call(cls, taken, [each.name for each in blocks.outputs], scales)
-    return _class_before(cls, (ModularCall, cls), body)
+    needs, usual = _needs(blocks), _kinds(_running(blocks, {}))
+
+    def is_taken(name: str) -> bool:
+        """Whether no component is lacking that this input alone makes necessary."""
+        more = _kinds(_running(blocks, {name: True})).keys() - usual if pipeline is not None else ()
+        return name in needs or all(getattr(pipeline, part, None) is not None for part in more)
+
+    taken = [_parameter(each, name in needs, pipeline) for name, each in inputs.items() if is_taken(name)]
+    guiders: dict[str, Any] = {
+        name: getattr(pipeline, part, None) for name, part in _GUIDERS.items() if name not in inputs
+    }
+    scales = {name: guider.guidance_scale for name, guider in guiders.items() if hasattr(guider, "guidance_scale")}
+    kind = inspect.Parameter.KEYWORD_ONLY
+    taken += [inspect.Parameter(name, kind, default=scale, annotation=float) for name, scale in scales.items()]
+    call = _call(cls, taken, [each.name for each in blocks.outputs], {name: _GUIDERS[name] for name in scales})
+    return _class_before(cls, (ModularCall, cls), {"kinds": _kinds(blocks), "__call__": call})
 
 
 def _parameter(each: Any, is_needed: bool, pipeline: Any) -> inspect.Parameter:
@@ -232,21 +220,18 @@ def _check_read(blocks: Any, given: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} has no effect beside what else is given. Leave it out.")
 
 
-def _needs(blocks: Any, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The inputs that are missing. If one makes the others superfluous, as an image does its latents, that one."""
-    missing = _missing(blocks, given)
-    for name in [each.name for each in blocks.inputs if missing and each.name is not None]:
-        if name not in given and not _missing(blocks, {**given, name: True}):
-            return (name,)
-    return missing
+def _needs(blocks: Any) -> tuple[str, ...]:
+    """The inputs that must be given. If one makes the others superfluous, as an image does its latents, that one."""
+    needed = _missing(blocks, {})
+    names = [each.name for each in blocks.inputs if needed and each.name is not None]
+    return next(((name,) for name in names if not _missing(blocks, {name: True})), needed)
 
 
 def _missing(blocks: Any, given: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(
-        each.name
-        for each in _running(blocks, given).inputs
-        if each.required and each.default is None and each.name not in {"prompt", *given}
-    )
+    """The inputs that are required beside those that are given."""
+    known = {"prompt", *given}
+    required = (each for each in _running(blocks, given).inputs if each.required and each.default is None)
+    return tuple(each.name for each in required if each.name not in known)
 
 
 def _kinds(blocks: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from .stored import Stored
 
 Loss = Literal["exact", "int8", "int4"]
 """How much may be lost: nothing, what 8 bits lose, or what 4 bits lose."""
-GROUP, _BLOCK = 64, 64
+GROUP = 64
 """Weights that share a scale: of sdnq as we set it, and of bitsandbytes."""
 
 
@@ -39,44 +39,30 @@ class Kind:
     package: str
     """The package that does it, one of `QUANTISERS`."""
     loss: Loss
-    tensors: Callable[[int, int, torch.dtype], dict[str, Tensor]]
-    """What is stored for the weight of a linear layer: by outputs, inputs and dtype."""
+    stored_bytes: Callable[[int, int, torch.dtype], dict[str, int]]
+    """What is stored for the weight of a linear layer, tensor by tensor: by outputs, inputs and dtype."""
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
-def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+def _int8(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, int]:
+    return {"weight": outputs * inputs, "scale": 4 * outputs, "zero_point": outputs}
 
 
-def _int8(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    scale, zero = _meta(outputs, 1, dtype=torch.float32), _meta(outputs, 1, dtype=torch.int8)
-    return {"weight": _meta(outputs, inputs, dtype=torch.int8), "scale": scale, "zero_point": zero}
+def _fp8(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, int]:
+    return {"weight": outputs * inputs, "scale": 4 * outputs}
 
 
-def _fp8(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    scale = _meta(outputs, 1, dtype=torch.float32)
-    return {"weight": _meta(outputs, inputs, dtype=torch.float8_e4m3fn), "scale": scale}
-
-
-def _int4(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    groups = num_groups(inputs)
-    packed = _meta(math.ceil(outputs * inputs / 2), dtype=torch.uint8)
-    return {"weight": packed, **{name: _meta(outputs, groups, dtype=dtype) for name in ("scale", "zero_point")}}
-
-
-def num_groups(inputs: int) -> int:
-    """Groups of a row of weights, as sdnq divides it: of 64, or of as few more as divide the row evenly."""
-    groups = max(inputs // GROUP, 1)
+def _int4(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, int]:
+    groups = max(inputs // GROUP, 1)  # As sdnq divides a row: or into as few fewer as divide it evenly.
     while inputs % groups:
         groups -= 1
-    return groups
+    scales = outputs * groups * dtype.itemsize
+    return {"weight": math.ceil(outputs * inputs / 2), "scale": scales, "zero_point": scales}
 
 
-def _nf4(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def _nf4(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, int]:
     weights = outputs * inputs
-    scales = _meta(math.ceil(weights / _BLOCK), dtype=torch.float32)
-    codes = _meta(16, dtype=torch.float32)
-    return {"weight": _meta(math.ceil(weights / 2), dtype=torch.uint8), "absmax": scales, "code": codes}
+    return {"weight": math.ceil(weights / 2), "absmax": 4 * math.ceil(weights / GROUP), "code": 4 * 16}
 
 
 KINDS: dict[str, Kind] = {
@@ -112,10 +98,9 @@ def kinds_within(loss: str) -> list[Kind]:
 
 def layers_left(model: Module) -> list[str]:
     """Paths of linear layers that stay as they are."""
-    paths = _linear_layers(model)
-    stacks = find_anatomy(model).stacks
-    blocks = tuple(f"{path}." for stack in stacks for path in stack.block_paths)
+    blocks = tuple(f"{path}." for stack in find_anatomy(model).stacks for path in stack.block_paths)
     kept = kept_in_float32(model)
+    paths = _linear_layers(model)
     return [path for path in paths if (blocks and not path.startswith(blocks)) or kept.intersection(path.split("."))]
 
 
@@ -168,26 +153,27 @@ def _stored(model: Module, kind: Kind) -> Stored:
     found: dict[str, dict[str, Tensor]] = {}
     for path in quantised_layers(model, kind):
         weight = model.get_parameter(f"{path}.weight")
-        found[path] = kind.tensors(weight.shape[0], weight.shape[1], weight.dtype)
+        sizes = kind.stored_bytes(weight.shape[0], weight.shape[1], weight.dtype).items()
+        found[path] = {name: torch.empty(size, dtype=torch.uint8, device="meta") for name, size in sizes}
     return found
 
 
 @contextlib.contextmanager
 def as_stored(parts: Parts) -> Iterator[None]:
     """Put what is stored in the place of the weights that it stands for, so that sizes are those of what is stored."""
-    with contextlib.ExitStack() as undo:
-        for part in parts.values():
-            for path, tensors in part.stored.items():
-                assert part.module is not None, "what is stored belongs to a module"
-                module = part.module.get_submodule(path)
-                for held in (module._parameters, module._buffers):
-                    undo.callback(_restore, held, dict(held))
-                    for name in tensors:
-                        held.pop(name, None)
-                module._buffers.update({name: tensor for name, tensor in tensors.items() if tensor is not None})
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for part in parts.values():
+        for path, tensors in part.stored.items():
+            assert part.module is not None, "what is stored belongs to a module"
+            module = part.module.get_submodule(path)
+            for held in (module._parameters, module._buffers):
+                before.append((held, dict(held)))
+                for name in tensors:
+                    held.pop(name, None)
+            module._buffers.update({name: tensor for name, tensor in tensors.items() if tensor is not None})
+    try:
         yield
-
-
-def _restore(held: dict[str, Any], before: dict[str, Any]) -> None:
-    held.clear()
-    held.update(before)
+    finally:
+        for held, own in before:
+            held.clear()
+            held.update(own)

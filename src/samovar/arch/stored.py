@@ -59,14 +59,12 @@ def stored_for(headers: Mapping[str, Header], model: Module) -> Stored:
     for path, stored in _by_module(headers, modules).items():
         module = modules[path]
         own = {**module._parameters, **module._buffers}
-        same = {name for name, header in stored.items() if _is_plain(header, own.get(name))}
-        others = {name: header for name, header in stored.items() if name not in same}
+        others = {name: header for name, header in stored.items() if not _is_plain(header, own.get(name))}
         if others:
-            kept = same | module._non_persistent_buffers_set
-            found[path] = {name: None for name in own if name not in kept}
-            found[path] |= {
-                name: torch.empty(header.num_bytes, dtype=torch.uint8, device="meta") for name, header in others.items()
-            }
+            kept = (stored.keys() - others.keys()) | module._non_persistent_buffers_set
+            found[path] = dict.fromkeys(name for name in own if name not in kept)
+            for name, header in others.items():
+                found[path][name] = torch.empty(header.num_bytes, dtype=torch.uint8, device="meta")
     return found
 
 

@@ -6,6 +6,7 @@ note says so: from the widest layer and the number of tokens. What neither shows
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import mode
@@ -61,35 +62,38 @@ def read_activations(source: str, parts: Parts, size: RequestSize | None = None)
 
 
 def _of(seen: DryRun, parts: Parts, size: RequestSize) -> Activations:
-    peaks, calls, problem, note = dict(seen.peaks), dict(seen.calls), seen.problem, ""
+    peaks, calls, note = dict(seen.peaks), dict(seen.calls), f"those of {seen.size or size}"
     for name, part in parts.items():
-        if name not in peaks and part.role == "denoiser":
-            twin = next((n for n, other in parts.items() if n in seen.peaks and other.cls is part.cls), None)
-            if twin is not None:  # It is for later steps.
-                peaks[name], calls = peaks[twin], {name: calls[twin]} | calls
-            elif (found := estimate(part, size)) is not None:
-                peaks[name], note = found
+        if name in peaks or part.role != "denoiser":
+            continue
+        twin = next((other for other in seen.peaks if other in parts and parts[other].cls is part.cls), None)
+        if twin is not None:  # It is for later steps.
+            peaks[name], calls = peaks[twin], {name: calls[twin]} | calls
+        elif (found := estimate(part, size)) is not None:
+            peaks[name], note = found
     by_name = {name: int(peak * (1 + _SHARE)) + _BYTES for name, peak in peaks.items()}
     is_complete = all(name in by_name or part.role == "resident" for name, part in parts.items())
-    problem = None if is_complete else problem or "it was not called in a run without weights"
-    note = (
-        f"activations are {note or f'those of {seen.size or size}'}, and {_SHARE:.0%} and {_BYTES >> 20} MiB to spare"
-    )
+    problem = None if is_complete else seen.problem or "it was not called in a run without weights"
+    note = f"activations are {note}, and {_SHARE:.0%} and {_BYTES >> 20} MiB to spare"
     return Activations(by_name, note, problem, calls, seen.size)
 
 
 def estimate(part: Part, size: RequestSize) -> tuple[int, str] | None:
     """What a forward of tokens through the widest layer holds: what that reads and writes, twice, and what goes around
     it, a few times. Measured of FLUX.1 at 1024 px: 0.35 to 0.6 GiB; estimated: 0.5."""
-    modules = () if part.module is None else tuple(part.module.modules())
-    widths = [(m.in_features, m.in_features + m.out_features) for m in modules if isinstance(m, torch.nn.Linear)]
-    if part.module is None or not widths or sum(isinstance(m, torch.nn.Conv2d) for m in modules) > _MANY_CONVOLUTIONS:
+    if part.module is None:
         return None
-    is_video = "num_frames" in parameters_of(part.module) or any(isinstance(m, torch.nn.Conv3d) for m in modules)
-    asked = size.height or size.width, size.width or size.height, size.frames
-    height, width, frames = (one or usual for one, usual in zip(asked, _VIDEO if is_video else _IMAGE, strict=True))
+    kinds = Counter(map(type, part.module.modules()))
+    linear = [module for module in part.module.modules() if isinstance(module, torch.nn.Linear)]
+    if not linear or kinds[torch.nn.Conv2d] > _MANY_CONVOLUTIONS:
+        return None
+    is_video = "num_frames" in parameters_of(part.module) or torch.nn.Conv3d in kinds
+    height, width, frames = _VIDEO if is_video else _IMAGE
+    height, width = size.height or size.width or height, size.width or size.height or width
+    frames = size.frames or frames
     tokens = -(-height // _TOKEN) * -(-width // _TOKEN) * ((frames - 1) // _FRAMES + 1) + _TEXT
-    held = 2 * max(both for _, both in widths) + 4 * mode(read for read, _ in widths)
+    widest = max(layer.in_features + layer.out_features for layer in linear)
+    held = 2 * widest + 4 * mode(layer.in_features for layer in linear)
     itemsize = (main_dtype(part.module) or torch.bfloat16).itemsize
     made = RequestSize(height, width, frames if is_video else None, size.batch)
     note = f"estimated for {made} of a {part.cls.__name__} as it is configured (a token is {_TOKEN} x {_TOKEN} pixels)"

@@ -37,6 +37,8 @@ _STEPS = 2
 _MAX_SECONDS = 30.0
 BATCHES = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 _IMAGES = ("image", "init_image", "control_image", "mask_image", "control_mask", "last_image")
+_ROUNDED = 64
+"""A pipeline that rounds a size changes it by less; one that makes larger videos of smaller ones, by more."""
 _SIDE = 512
 """Pixels of an image that is given where the size is not."""
 _DEVICES = ("device", "_execution_device")
@@ -98,11 +100,20 @@ def dry_run(pipeline: Any, size: RequestSize | None = None, **settings: Any) -> 
     for arguments in _choices(pipeline, size):
         tried = _Run(pipeline, deadline).run(arguments | settings)
         if tried.problem is None:
+            _check_made(type(pipeline).__name__, size, tried.size or size)
             return tried
         found = max(tried, found, key=lambda one: (len(one.peaks), len(one.calls)))
     if size != RequestSize() and not found.peaks and dry_run(pipeline, **settings).peaks:
         raise SettingError(f"{type(pipeline).__name__} does not take {size}: {found.problem}", param="height")
     return found
+
+
+def _check_made(pipeline: str, asked: RequestSize, made: RequestSize) -> None:
+    """Refuse a size that a pipeline rounds: nobody would notice."""
+    for name, wanted in vars(asked).items():
+        got = getattr(made, name)
+        if None not in (wanted, got) and 0 < abs(wanted - got) < _ROUNDED and name != "batch":
+            raise SettingError(f"{pipeline} makes {name}={got} of {name}={wanted}. Ask for {got}.", param=name)
 
 
 def _choices(pipeline: Any, size: RequestSize) -> Iterator[dict[str, Any]]:

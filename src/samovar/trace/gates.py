@@ -69,15 +69,13 @@ class Gates(Handle):
         self._hook_name = hook_name
         self.by_module: dict[torch.nn.Module, Gate] = {}
         self._undo.callback(self.by_module.clear)
-        holders = tuple(stack.path for stack in structure.stacks)
         try:
             for stack in structure.stacks:
                 for index, block in enumerate(stack.modules(model)):
                     self._put(block, Gate(self._active, stack.path, stack, index))
-            for path, module in other_modules(model, structure):
-                if not any(holder.startswith(f"{path}.") for holder in holders):
-                    with contextlib.suppress(SettingError):  # Without a gate it runs at every step, which is harmless.
-                        self._put(module, Gate(self._active, path, None, 0))
+            for path, module in _other_modules(model, structure):
+                with contextlib.suppress(SettingError):  # Without a gate it runs at every step, which is harmless.
+                    self._put(module, Gate(self._active, path, None, 0))
         except BaseException:
             self.detach()
             raise
@@ -101,11 +99,11 @@ class Gates(Handle):
         return self._active.running
 
 
-def other_modules(model: torch.nn.Module, anatomy: Anatomy) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The children of all containers outside blocks, with their container's path."""
-    stacks = tuple(stack.path for stack in anatomy.stacks)
+def _other_modules(model: torch.nn.Module, anatomy: Anatomy) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The children of all containers that hold no blocks and are in none, with their container's path."""
+    stacks = [f"{stack.path}." for stack in anatomy.stacks]
     for path, container in named_parts(model).items():
-        inside = path in stacks or path.startswith(tuple(f"{stack}." for stack in stacks))
-        if is_container(container) and not inside:
+        place = f"{path}."
+        if is_container(container) and not any(one.startswith(place) or place.startswith(one) for one in stacks):
             for child in container.children():
                 yield path, child

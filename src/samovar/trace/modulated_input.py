@@ -157,8 +157,11 @@ def _stops(block: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 def _stream_among(given: Sequence[Any], form: torch.Size) -> torch.Tensor | None:
     """The argument that holds the stream: by shape, by size, or as part of a longer one."""
+
+    def rank(tensor: torch.Tensor) -> int:
+        is_longer = tensor.shape[-1:] == form[-1:] and tensor.numel() > form.numel()
+        return (tensor.shape == form, tensor.numel() == form.numel(), is_longer, True).index(True)
+
     tensors = [value for value in given if isinstance(value, torch.Tensor) and value.is_floating_point()]
-    same_shape = (value for value in tensors if value.shape == form)
-    same_size = (value for value in tensors if value.numel() == form.numel())
-    longer = (v for v in tensors if v.shape[-1:] == form[-1:] and v.numel() > form.numel())
-    return next((value for found in (same_shape, same_size, longer) for value in found), None)
+    found = min(tensors, key=rank, default=None)
+    return None if found is None or rank(found) == 3 else found

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import torch
 
-from ..arch.blocks import Anatomy, BlockStack, Coverage, coverage, find_anatomy
+from ..arch.blocks import Anatomy, Coverage, coverage, find_anatomy
 from ..arch.components import Role
 from ..arch.gguf_file import read_gguf
 from ..arch.modules import main_dtype, tensor_bytes, unwrapped
@@ -91,30 +91,18 @@ def survey_pipeline(pipeline: Any) -> ModelReport:
 
 
 def _report(source: str, class_name: str, parts: Parts) -> ModelReport:
-    dtype = str(_dtype(parts.values()) or "unknown").removeprefix("torch.")
-    ordered = sorted(parts.items(), key=lambda item: _place(item[1]))
+    dtypes = (main_dtype(part.module) for part in parts.values() if part.module is not None)
+    dtype = str(next(filter(None, dtypes), "unknown")).removeprefix("torch.")
+    ordered = sorted(parts.items(), key=lambda item: get_args(Role).index(item[1].role))
     components = tuple(_report_component(name, part) for name, part in ordered)
     return ModelReport(source, class_name, dtype, components, tuple(_features(components, parts)))
-
-
-def _place(part: Part) -> int:
-    return get_args(Role).index(part.role)
-
-
-def _dtype(parts: Iterable[Part]) -> torch.dtype | None:
-    found = (main_dtype(part.module) for part in parts if part.module is not None)
-    return next(filter(None, found), None)
-
-
-def _num_parameters(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _report_component(name: str, part: Part) -> ComponentReport:
     if part.module is None:
         return ComponentReport(name, part.role, part.cls.__name__)
     anatomy = find_anatomy(part.module) if part.role == "denoiser" else None
-    num_parameters, covered = _num_parameters(part.module), None
+    num_parameters, covered = sum(parameter.numel() for parameter in part.module.parameters()), None
     with as_stored({name: part}):
         num_bytes = tensor_bytes([part.module])
         if anatomy and anatomy.stacks:
@@ -126,55 +114,39 @@ def _report_component(name: str, part: Part) -> ComponentReport:
 
 
 def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator[FeatureReport]:
-    denoisers = [c for c in components if c.role == "denoiser"]
-    encoders = ", ".join(c.name for c in components if c.role == "encoder")
-    stacks = [stack for c in denoisers if c.anatomy for stack in c.anatomy.stacks]
-    unmovable = _unmovable(parts)
-    yield FeatureReport("step cache", *_cached(denoisers, stacks))
-    yield FeatureReport("layerwise offload", *_streamed(denoisers, stacks, unmovable))
-    turns = f"the denoiser takes turns with {encoders}" if denoisers and encoders else ""
+    denoisers = [part for part in components if part.role == "denoiser"]
+    num_blocks = sum(len(stack) for part in denoisers if part.anatomy for stack in part.anatomy.stacks)
+    unmovable, blockless = _unmovable(parts), _without_blocks(denoisers)
+    forecast = f"steps of {_named(denoisers)} are forecast and corrected" if denoisers else "there is no denoiser"
+    yield FeatureReport("step cache", bool(denoisers), forecast)
+    streamed = not unmovable, unmovable or f"{num_blocks} blocks can be streamed"
+    yield FeatureReport("layerwise offload", *(streamed if num_blocks else blockless))
+    encoders = [part for part in components if part.role == "encoder"]
+    turns = f"the denoiser takes turns with {_named(encoders)}" if denoisers and encoders else ""
     why = unmovable if turns else "a denoiser and an encoder that can take turns are needed"
     yield FeatureReport("model offload", not why, why or turns)
-    planned = [name for name, part in parts.items() if declared_plans(part.cls)]
-    if planned:
-        yield FeatureReport("sequence parallel", True, f"the plan comes with {', '.join(planned)}")
-    elif stacks:
-        yield FeatureReport("sequence parallel", True, "a plan is derived from the stacks and checked before use")
-    else:
-        why = "there is no plan, and no stack to derive one from"
-        yield FeatureReport("sequence parallel", *_without_stacks(denoisers, why))
+    planned = ", ".join(name for name, part in parts.items() if declared_plans(part.cls))
+    source = f"comes with {planned}" if planned else "is derived from the stacks and checked before use"
+    is_split = planned or num_blocks
+    yield FeatureReport("sequence parallel", *((True, f"a plan {source}") if is_split else blockless))
 
 
-def _cached(denoisers: list[ComponentReport], stacks: list[BlockStack]) -> tuple[bool | None, str]:
-    if not stacks:
-        return _without_stacks(denoisers)
-    judged = [(c.name, c.anatomy.leader) for c in denoisers if c.anatomy and c.anatomy.leader]
-    leaders = ", ".join(f"{name}.{leader}" if len(denoisers) > 1 else leader for name, leader in judged)
-    found = f"{sum(map(len, stacks))} blocks in {len(stacks)} stack{'s' if len(stacks) > 1 else ''}"
-    return True, f"{found}; steps are judged at {leaders}"
+def _named(parts: Iterable[ComponentReport]) -> str:
+    return ", ".join(part.name for part in parts)
 
 
-def _streamed(denoisers: list[ComponentReport], stacks: list[BlockStack], unmovable: str) -> tuple[bool | None, str]:
-    if not stacks:
-        return _without_stacks(denoisers)
-    streamed, whole = sum(stack.num_bytes for stack in stacks), sum(c.num_bytes or 0 for c in denoisers)
-    held = f"{sum(map(len, stacks))} blocks hold {100 * streamed / max(whole, 1):.1f} % of the denoiser"
-    return not unmovable, unmovable or held
-
-
-def _without_stacks(
-    denoisers: list[ComponentReport],
-    reason: str = "no stack of blocks was found; declare one with register_declaration",
-) -> tuple[bool | None, str]:
-    unbuilt = ", ".join(c.class_name for c in denoisers if c.num_parameters is None)
+def _without_blocks(denoisers: Iterable[ComponentReport]) -> tuple[bool | None, str]:
+    """Whether a feature works that needs blocks, where none were found."""
+    unbuilt = ", ".join(part.class_name for part in denoisers if part.num_parameters is None)
     if unbuilt:
         return None, f"unknown without a checkpoint, which says how {unbuilt} is built; give a model's folder"
-    return False, reason
+    return False, "no stack of blocks was found; declare one with register_declaration"
 
 
 def _unmovable(parts: Parts) -> str:
     """Why the components cannot all be offloaded, if weights are loaded that nobody can move."""
-    for name, module in [(name, part.module) for name, part in parts.items() if part.module is not None]:
+    modules = [(name, part.module) for name, part in parts.items() if part.module is not None]
+    for name, module in modules:
         for path, tensor in (*module.named_parameters(), *module.named_buffers()):
             problem = None if tensor.is_meta else problem_of(tensor)
             if problem:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from ..arch.modules import named_parts, unwrapped
 from ..core import nested
 from ..core.interop import memory_of
 from ..core.tensor_parts import num_bytes_of
+from ..hooks.handle import for_now
 from ..hooks.intercept import bare_class, call_bare
 from .meta_mode import MetaCopier, MetaMode, with_few_values
 from .twin import Forward, TrialFailed, trial
@@ -88,32 +89,36 @@ class Tape:
         """For each call of a layer: its tensors and its output at each step. `steps` holds the `inputs` of each;
         `fetch` brings a layer's weights to the device."""
         device = steps[0][0].device if steps[0] else torch.device("cpu")
-        arguments = [iter(step) for step in steps]
+        columns = iter(zip(*steps, strict=True))
         last = {used: node for node in self._graph.nodes for used in node.all_input_nodes}
-        known: list[dict[Any, Any]] = [{_HERE: device} for _ in steps]
+        known: dict[Node, Sequence[Any]] = {}
+        """What nodes give, by step, as long as it is needed."""
         for node in self._graph.nodes:
-            given: Any = [map_aggregate((node.args, node.kwargs), partial(_filled, values)) for values in known]
+            given: Any = [_filled((node.args, node.kwargs), known, step, device) for step in range(len(steps))]
             if node.op == "placeholder":
-                outputs = [next(tensors) for tensors in arguments]
+                known[node] = next(columns)
             elif node.op == "get_attr":
-                value = node.meta.get("value")
-                value = operator.attrgetter(node.target)(unwrapped(model)) if value is None else value
-                outputs = [value.detach().to(device, copy=True)] * len(steps)
+                held = node.meta.get("value")
+                held = operator.attrgetter(node.target)(unwrapped(model)) if held is None else held
+                known[node] = [held.detach().to(device, copy=True)] * len(steps)
             elif node.op == "call_module":
                 with fetch(node.target) as layer:
-                    outputs = [call_bare(layer, args, kwargs) for args, kwargs in given]
+                    outputs = known[node] = [call_bare(layer, args, kwargs) for args, kwargs in given]
                 yield [list(nested.tensors(each)) for each in given], outputs
             else:
-                outputs = [node.target(*args, **kwargs) for args, kwargs in given]
-            for values, output in zip(known, outputs, strict=True):
-                values[node] = output
-                for used in (node, *node.all_input_nodes):
-                    if last.get(used, node) is node:
-                        del values[used]
+                known[node] = [node.target(*args, **kwargs) for args, kwargs in given]
+            for used in (node, *node.all_input_nodes):
+                if last.get(used, node) is node:
+                    del known[used]
 
 
-def _filled(values: dict[Any, Any], item: Any) -> Any:
-    return values.get(item, item) if isinstance(item, (Node, torch.device)) else item
+def _filled(given: Any, known: Mapping[Node, Sequence[Any]], step: int, device: torch.device) -> Any:
+    """Arguments of a node at a step."""
+
+    def fill(item: Any) -> Any:
+        return known[item][step] if isinstance(item, Node) else device if item == _HERE else item
+
+    return map_aggregate(given, fill)
 
 
 class Search(NamedTuple):
@@ -144,10 +149,10 @@ def find_tape(
         except TrialFailed as error:
             return Search(None, str(error))
         tape = recorder.tape()
-        wrong = recorder.rejected.intersection(tape.layers)  # A layer that is called in two ways.
-        if not wrong:
+        if recorder.rejected.isdisjoint(tape.layers):
             return Search(tape if tape.layers else None)
-        wanted = {path: part for path, part in wanted.items() if path not in recorder.rejected}
+        for path in recorder.rejected:  # A layer that is called in two ways, or looked at.
+            wanted.pop(path, None)
 
 
 def is_autocast() -> bool:
@@ -209,57 +214,61 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(function, "__name__", "")
-        name = getattr(function.__self__, "__name__", name) if name == "__get__" else name
+        name = _name_of(function)
         if name in ("to", "type_as") and len(args) == 2 and isinstance(args[1], torch.Tensor):
             function, args = torch.Tensor.to, (args[0], args[1].dtype)  # The other tensor's values do not matter.
-        tensors = list(nested.tensors((args, kwargs)))
-        versions = list(map(nested.version, tensors))
+        given = list(nested.tensors((args, kwargs)))
+        versions = list(map(nested.version, given))
         output = _HERE if name == "device" else function(*args, **kwargs)
-        changed = [t for t, before in zip(tensors, versions, strict=True) if nested.version(t) != before]
         made = list(nested.tensors(output))
-        if made or name in _PLACES:  # Whoever looks at the weights of a layer must find them where they are.
-            nodes = [self._nodes[tensor] for tensor in tensors if tensor in self._nodes]
-            looked_at = {node.target.rpartition(".")[0] for node in nodes if node.op == "get_attr"}
-            self.rejected |= looked_at - {self._inside}
+        if made or name in _PLACES:
+            self._reject_owners(given)
         if self._inside is None:  # Without values nothing is set, and nothing counted.
-            self._note(name, function, (args, kwargs), tensors[:1] if name == "__setitem__" else changed, output)
+            changed = [t for t, before in zip(given, versions, strict=True) if nested.version(t) != before]
+            changed = given[:1] if name == "__setitem__" else changed
+            is_new = made and {id(tensor) for tensor in made}.isdisjoint(map(id, given))
+            node = None
+            if (changed or is_new) and self._knows(given) and not name.startswith(_RANDOM):
+                node = self._graph.call_function(function, *self._held((args, kwargs)))
+            if changed:
+                self._note_writes(changed, node)
+            elif node is not None:
+                self._name(node, output)
         return output
 
-    def _note(self, name: str, function: Any, given: Any, changed: list[torch.Tensor], output: Any) -> None:
-        """Know what a call has made, or what it has written into."""
-        tensors = {id(tensor): tensor for tensor in nested.tensors(given)}
-        is_known = all(tensor in self._nodes for tensor in tensors.values()) and not name.startswith(_RANDOM)
-        written = {memory_of(tensor) for tensor in changed if tensor in self._nodes}
-        made = {id(tensor) for tensor in nested.tensors(output)}
-        if written and not is_known:  # An unknown value was written into this memory.
-            for tensor in [known for known in self._nodes if memory_of(known) in written]:
+    def _reject_owners(self, given: Sequence[torch.Tensor]) -> None:
+        """Whoever looks at the weights of a layer must find them where they are."""
+        nodes = [self._nodes[tensor] for tensor in given if tensor in self._nodes]
+        looked_at = {node.target.rpartition(".")[0] for node in nodes if node.op == "get_attr"}
+        self.rejected |= looked_at - {self._inside}
+
+    def _note_writes(self, written: Sequence[torch.Tensor], node: Node | None) -> None:
+        """What shares memory with tensors that were written into is from now on what this node has made of it, or
+        unknown."""
+        memories = {memory_of(tensor) for tensor in written if tensor in self._nodes}
+        for tensor in [known for known in self._nodes if memory_of(known) in memories] if memories else ():
+            if node is None:
                 del self._nodes[tensor]
-        elif is_known and not is_autocast() and (written or (made and made.isdisjoint(tensors))):
-            node = self._graph.call_function(function, *self._held(given))
-            node.meta["writes"] = written
-            if not written:
-                self._name(node, output)
+            else:
+                self._nodes[tensor] = self._graph.call_function(_after, (self._nodes[tensor], node))
+
+    def _knows(self, given: Sequence[torch.Tensor]) -> bool:
+        """Whether what is made of these tensors is known. Autocast changes dtypes as it likes."""
+        return not is_autocast() and all(tensor in self._nodes for tensor in given)
 
     def call(self, path: str, layer: torch.nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Called in place of a layer that may be time-only."""
-        tensors = list(nested.tensors((args, kwargs)))
-        if self._inside is None and path not in self.rejected:
-            if is_autocast() or not all(tensor in self._nodes for tensor in tensors):
-                self.rejected.add(path)
-                return forward(*args, **kwargs)
-            self._inside = path
-            try:
+        given = list(nested.tensors((args, kwargs)))
+        if path not in self.rejected and self._knows(given):
+            with for_now(self, _inside=path):
                 output = forward(*args, **kwargs)
-            finally:
-                self._inside = None
             if output.nbytes <= SMALL_OUTPUT * _own_bytes(layer) and output.is_contiguous():
                 node = self._name(self._graph.call_module(path, *self._held((args, kwargs))), output)
-                forms = [Form(tensor.shape, tensor.dtype) for tensor in (*tensors, output)]
-                node.meta["call"] = LayerCall(path, tuple(forms[:-1]), forms[-1])
+                *forms, made = (Form(tensor.shape, tensor.dtype) for tensor in (*given, output))
+                node.meta["call"] = LayerCall(path, tuple(forms), made)
                 return output
-            self.rejected.add(path)  # What it does may lead to other layers.
-        return forward(*args, **kwargs)
+        self.rejected.add(path)
+        return forward(*args, **kwargs)  # What it does may lead to other layers.
 
     def _held(self, given: Any) -> Any:
         """Arguments as the graph holds them."""
@@ -268,27 +277,29 @@ class _Recorder(TorchFunctionMode):
     def _name(self, node: Node, made: Any) -> Node:
         """Know what a node makes: a tensor, or several."""
         if isinstance(made, torch.Tensor):
-            node.meta["memory"] = memory_of(made)
             self._nodes[made] = node
-        else:
-            for place, part in enumerate(made):
-                if isinstance(part, torch.Tensor):
-                    self._name(self._graph.call_function(operator.getitem, (node, place)), part)
+            return node
+        for place, part in enumerate(made):
+            if isinstance(part, torch.Tensor):
+                self._name(self._graph.call_function(operator.getitem, (node, place)), part)
         return node
 
     def tape(self) -> Tape:
         """What leads to the layers that were found."""
-        used: set[Node] = set()
-        memories: set[int] = set()
-        """Those that used values lie in."""
-        for node in reversed(self._graph.nodes):
-            if node.op == "call_module" or node in used or not memories.isdisjoint(node.meta.get("writes", ())):
-                used.update(node.all_input_nodes)
-                memories.update(given.meta["memory"] for given in node.all_input_nodes if "memory" in given.meta)
-            else:
-                self._graph.erase_node(node)
+        self._graph.eliminate_dead_code(lambda node: node.op == "call_module")
         places, calls = ([node.meta[of] for node in self._graph.nodes if of in node.meta] for of in ("place", "call"))
         return Tape(tuple(places), tuple(calls), self._graph)
+
+
+def _name_of(function: Any) -> str:
+    """The name of a function, or of the attribute that it reads."""
+    name: str = getattr(function, "__name__", "")
+    return getattr(function.__self__, "__name__", name) if name == "__get__" else name
+
+
+def _after(tensor: torch.Tensor, write: Any) -> torch.Tensor:
+    """A tensor once something was written into it."""
+    return tensor
 
 
 def _own_bytes(module: torch.nn.Module) -> int:
