@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from subprocess import SubprocessError
 from typing import Any, NamedTuple
 
@@ -49,8 +48,7 @@ _ONES = 0x0101010101010101
 """A one in every byte."""
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """How a coded tensor is laid out."""
 
     num_weights: int
@@ -85,18 +83,12 @@ class Form:
     def read(cls, coded: torch.Tensor) -> Form:
         """The form of coded bytes in host memory. Raises ModelError unless all of them are there."""
         fields = coded[:TABLE_AT].clone().view(torch.int64).tolist() if coded.numel() >= HEADER else [0]
-        if fields[0] != _MAGIC:
-            raise ModelError(f"These {coded.numel()} bytes are no coded weights. Code the tensor again.")
-        form = cls(*fields[1:3])
-        is_sane = 0 <= form.num_escapes <= form.num_weights <= _MAX_WEIGHTS and form.num_weights > 0
-        if not is_sane or form.num_weights % TILE or fields[3]:
-            raise ModelError(f"The header of coded weights is damaged: {fields[1:]}. Code the tensor again.")
-        if form.num_bytes != coded.numel():
+        if fields[0] != _MAGIC or cls(*fields[1:3]).num_bytes != coded.numel():
             raise ModelError(
-                f"Coded weights have {coded.numel()} bytes, and {form.num_bytes} were expected: the rest was cut off. "
-                "Code the tensor again."
+                f"These {coded.numel()} bytes are no coded weights, damaged or cut off. Delete the file that they are "
+                "from, to have the weights coded again."
             )
-        return form
+        return cls(*fields[1:3])
 
 
 class Coded(NamedTuple):
@@ -134,28 +126,20 @@ def encode(words: torch.Tensor, *, device: torch.device | None = None, max_share
     if form.num_bytes > max_share * form.raw_bytes:
         return None
     data = torch.zeros(form.num_bytes, dtype=torch.uint8, device=words.device)
-    table = frequent[:ESCAPE].to(torch.uint8)
-    data[:HEADER] = form.header(table.cpu()).to(data.device)
-    _write(form, table, words, data)
-    return Coded(form, data)
-
-
-def _write(form: Form, table: torch.Tensor, words: torch.Tensor, data: torch.Tensor) -> None:
-    """Fill all parts but the header."""
-    device = table.device
+    table = frequent[:ESCAPE]
+    data[:HEADER].copy_(form.header(table.to("cpu", torch.uint8)))
     code_of = torch.full((256,), ESCAPE, dtype=torch.uint8, device=device)
-    code_of[table.long()] = torch.arange(ESCAPE, dtype=torch.uint8, device=device)
-    counts, is_dense = [torch.zeros(1, dtype=torch.int64, device=device)], []
-    escapes_at = form.escapes_at
-    for start, end in _parts(form.num_weights, device):
+    code_of[table] = torch.arange(ESCAPE, dtype=torch.uint8, device=device)
+    num_escapes, escapes_at, is_dense = [torch.zeros(1, dtype=torch.int64, device=device)], form.escapes_at, []
+    for start, end in _parts(words.numel(), device):
         part = words[start:end].to(device)
         exponents = _exponents(part)
         codes = torch.index_select(code_of, 0, exponents.int())
-        escaped = codes == ESCAPE
-        eights = escaped.view(-1, TILE // 8, 8).sum(2)
-        counts.append(eights.sum(1))
+        is_escaped = codes == ESCAPE
+        eights = is_escaped.view(-1, TILE // 8, 8).sum(2)
+        num_escapes.append(eights.sum(1))
         is_dense.append((eights > FEW).any(1))
-        escapes = exponents[escaped]
+        escapes = exponents[is_escaped]
         data[escapes_at : escapes_at + escapes.numel()].copy_(escapes)
         escapes_at += escapes.numel()
         data[HEADER + start : HEADER + end].copy_(((part >> 8) & 0x80) | (part & 0x7F))
@@ -164,10 +148,10 @@ def _write(form: Form, table: torch.Tensor, words: torch.Tensor, data: torch.Ten
             # A product moves the lowest bits of eight bytes into the highest byte.
             data[plane].copy_(((codes & _ONES) * 0x0102040810204080) >> 56)
             codes = codes >> 1
-    before = torch.cat(counts).cumsum(0) * 2
+    before = torch.cat(num_escapes).cumsum(0) * 2
     before[:-1] |= torch.cat(is_dense)
-    tiles = before.int().view(torch.uint8)
-    data[form.tiles_at : form.tiles_at + tiles.numel()].copy_(tiles)
+    data[form.tiles_at : form.escapes_at].view(torch.int32)[: len(before)].copy_(before)
+    return Coded(form, data)
 
 
 def _exponents(words: torch.Tensor) -> torch.Tensor:
@@ -196,13 +180,11 @@ def _aligned(num_bytes: int) -> int:
 
 def decode_into(form: Form, coded: torch.Tensor, out: torch.Tensor) -> None:
     """Write the weights to `out`, bytes on the same device. Nothing waits for a GPU that has Triton."""
-    if coded.device != out.device or coded.numel() != form.num_bytes or out.numel() != form.raw_bytes:
+    if coded.device != out.device or (coded.numel(), out.numel()) != (form.num_bytes, form.raw_bytes):
         raise ModelError(
             f"{form.num_bytes} coded bytes become {form.raw_bytes} bytes of weights on one device; {coded.numel()} on "
             f"{coded.device} and {out.numel()} on {out.device} were given. Code the tensor again."
         )
-    if coded.device.type == "cpu" and Form.read(coded) != form:
-        raise ModelError(f"The coded weights are of another tensor: {Form.read(coded)} instead of {form}.")
     kernel = fast_decoder(coded.device) if (coded.data_ptr() | out.data_ptr()) % _ALIGNMENT == 0 else None
     (kernel or decode)(form, coded, out)
 
@@ -241,27 +223,16 @@ def check_decoder(decoder: Callable[[Form, torch.Tensor, torch.Tensor], None], d
 
 
 def decode(form: Form, coded: torch.Tensor, out: torch.Tensor) -> None:
-    """Decode with torch operations, eight weights in each 64-bit integer."""
-    table = [value * _ONES for value in coded[TABLE_AT : TABLE_AT + ESCAPE + 1].long()]
-    tiles = coded[form.tiles_at : form.escapes_at].clone().view(torch.int32) >> 1
-    parts = list(_parts(form.num_weights, coded.device))
-    firsts = tiles[[start // TILE for start, _ in parts]].tolist()
-    escapes = coded[form.escapes_at :]
-    for (start, end), first in zip(parts, firsts, strict=True):
-        values, is_escaped = table, torch.tensor(-1, device=coded.device)
-        for plane in _planes(form, start, end):
-            mask = _bytes_of_bits(coded[plane])
-            values = [a ^ ((a ^ b) & mask) for a, b in zip(values[::2], values[1::2], strict=True)]
-            is_escaped = is_escaped & mask
-        exponents = values[0].view(torch.uint8)
-        exponents.masked_scatter_(is_escaped.view(torch.uint8) != 0, escapes[first:])
+    """Decode with torch operations."""
+    table, bits = coded[TABLE_AT:HEADER], torch.arange(8, dtype=torch.uint8, device=coded.device)
+    escapes_at = form.escapes_at
+    for start, end in _parts(form.num_weights, coded.device):
+        planes = [(coded[plane][:, None] >> bits) & 1 for plane in _planes(form, start, end)]
+        codes = (planes[0] | planes[1] << 1 | planes[2] << 2).view(-1)
+        exponents, is_escaped = table[codes.int()], codes == ESCAPE
+        exponents.masked_scatter_(is_escaped, coded[escapes_at:])
+        escapes_at += int(is_escaped.sum())
         rest = coded[HEADER + start : HEADER + end]
         halves = out[2 * start : 2 * end].view(-1, 2)
         halves[:, 0] = (rest & 0x7F) | (exponents << 7)
         halves[:, 1] = (rest & 0x80) | (exponents >> 1)
-
-
-def _bytes_of_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Each bit as a byte of zeros or ones; those of a byte become one 64-bit integer."""
-    spread = (bits.long() * _ONES) & (0x8040201008040201 - 2**64)
-    return (((spread + 0x7F7F7F7F7F7F7F7F) >> 7) & _ONES) * 255

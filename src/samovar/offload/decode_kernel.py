@@ -7,7 +7,6 @@ for each thread; a prefix sum over the program's threads says where in the list 
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -25,11 +24,6 @@ _HEADER = tl.constexpr(HEADER)
 _FEW = tl.constexpr(FEW)
 _ROWS = tl.constexpr(TILE // 8)
 _WARPS = 2
-_HAS_QUICK_CALLS = os.environ.get("TRITON_INTERPRET") != "1" and tuple(map(int, triton.__version__.split(".")[:2])) >= (
-    3,
-    3,
-)
-"""Whether a compiled kernel takes all arguments, those that it was compiled for too."""
 
 
 @triton.jit
@@ -176,9 +170,7 @@ def decode(form: Form, coded: torch.Tensor, out: torch.Tensor, *, asm: bool = to
     num_rows = form.num_weights // 8
     grid = (-(-num_rows // (TILE // 4)), 1, 1)
     kernel = _kernels.get((asm, coded.device))
-    if kernel is not None:
+    if kernel is None:
+        _kernels[asm, coded.device] = _decode[grid](coded, out, num_rows, asm, num_warps=_WARPS)
+    else:
         kernel[grid](coded.data_ptr(), out.data_ptr(), num_rows, asm)
-        return
-    kernel = _decode[grid](coded, out, num_rows, asm, num_warps=_WARPS)
-    if _HAS_QUICK_CALLS:
-        _kernels[asm, coded.device] = kernel
