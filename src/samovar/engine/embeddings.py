@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -28,13 +28,14 @@ _ENCODE = "encode_prompt"
 class Embeddings:
     """What prompts were encoded to. The least recently used are forgotten first."""
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, wait: Callable[[], None] = lambda: None, max_bytes: int = MAX_BYTES) -> None:
+        """`wait`: returns when the encoders may be called; others may have encoded meanwhile."""
         self.num_kept = self.num_encoded = 0
         """Prompts that were found, and that were encoded."""
-        self._max_bytes = max_bytes
+        self._wait, self._max_bytes = wait, max_bytes
         self._states: dict[Hashable, ModelState] = {}
         """Of all modules of the pipeline, by the adapters that are switched on."""
-        self._stored: OrderedDict[tuple[Hashable, ...], tuple[Any, list[torch.device]]] = OrderedDict()
+        self._stored: OrderedDict[tuple[Hashable, ...] | None, tuple[Any, list[torch.device]]] = OrderedDict()
 
     @contextlib.contextmanager
     def kept(self, pipeline: Any, adapters: Hashable = ()) -> Iterator[None]:
@@ -47,6 +48,8 @@ class Embeddings:
         @functools.wraps(encode)
         def remembered(*args: Any, **kwargs: Any) -> Any:
             key = self._key(pipeline, adapters, (args, kwargs))
+            if key not in self._stored:
+                self._wait()
             if key is not None and key in self._stored:
                 self.num_kept += 1
                 return self._found(key)

@@ -34,7 +34,7 @@ from .calling import random_state, set_random_state
 from .merging import Forward, Given, KeptState, Rows, are_independent, merged
 
 HOOK_NAME = "meeting"
-DENOISER = "denoiser"
+DENOISER, ENCODER = "denoiser", "encoder"
 MAX_FORMS = 256
 CHANGES_PER_WAIT = 8.0
 """A run waits for another phase this many times as long as a change of phase takes, while there is work in this one."""
@@ -127,6 +127,7 @@ class Meeting(Handle):
         """By form, how many calls are computed at once: 1 if they are not independent, fewer if memory was short."""
         self._kept = KeptState(components)
         self._generations = {module: Generation(module, module.modules) for module in doors[DENOISER]}
+        self._phases = frozenset(doors)
         for role, modules in doors.items():
             for module in modules:
                 install_hook(self._undo, module, HOOK_NAME, _DoorHook(self, role, parameter_names(module)))
@@ -251,14 +252,20 @@ class Meeting(Handle):
             member.held_bytes = max(member.held_bytes, SAMPLES_HELD * num_bytes_of(nested.tensors(given)))
             if not is_alone and self._kept.may_wait(module):
                 return self._meet(module, names, member, forward, given)
-        elif not is_alone and role != self._role:
-            self._wait(Call(member, role, next(self._numbers), time.monotonic()))
+        else:
+            self.wait_for(role)
         self._enter(role, time.monotonic())
         output = forward(*given)
         self._note_change()
         if role == DENOISER:
             self._kept.note(module, member)
         return output
+
+    def wait_for(self, role: str) -> None:
+        """Wait for a phase, where it takes time to change to it, and others run meanwhile."""
+        member = _member.get()
+        if member and member is self._holder and role in self._phases - {self._role} and len(self._open) > 1:
+            self._wait(Call(member, role, next(self._numbers), time.monotonic()))
 
     def _meet(
         self, module: torch.nn.Module, names: Sequence[str], member: Member, forward: Forward, given: Given

@@ -32,7 +32,7 @@ from .facts import PipelineFacts, facts_of
 from .failures import failure, is_out_of_memory
 from .loading import Loaded, adopt, load_model
 from .lora import Adapters
-from .meeting import DENOISER, Meeting
+from .meeting import DENOISER, ENCODER, Meeting
 from .notes import notes_on
 from .outputs import take_outputs
 from .request import OmniDiffusionSamplingParams, Request, saved_defaults
@@ -77,7 +77,6 @@ class Worker:
         """Load the model, but for `components` that are loaded already, or take a pipeline that is."""
         self.config = config
         self._tuned = saved_defaults(config.cache)
-        self._embeddings = Embeddings()
         self._pipelines: queue.LifoQueue[Any] = queue.LifoQueue()
         """Those that no run has."""
         self._meeting: Meeting | None = None
@@ -114,6 +113,7 @@ class Worker:
         self._why_quantised = loaded.why_quantised
         if not self._alone:
             self._open_meeting(undo)
+        self._embeddings = Embeddings(partial(self._meeting.wait_for, ENCODER) if self._meeting else lambda: None)
         self._pipelines.put(pipeline)  # Last in, so that it is what a request alone is made with.
         self.facts: PipelineFacts = replace(
             facts,
@@ -131,7 +131,7 @@ class Worker:
         doors: dict[str, list[torch.nn.Module]] = {DENOISER: list(map(unwrapped, found.dits))}
         plan, room = None if self._attached.offloaded is None else self._attached.offloaded.plan, None
         if plan is not None and plan.take_turns:
-            for role, modules in {"encoder": found.encoders, "vae": found.vaes}.items():
+            for role, modules in {ENCODER: found.encoders, "vae": found.vaes}.items():
                 # Some are called by their parts, as VAEs are.
                 doors[role] = [part for module in modules for part in (module, *module.children())]
         if plan is not None and plan.budget_bytes is not None:
