@@ -140,7 +140,7 @@ def test_a_model_that_keeps_something_from_step_to_step_serves_one_at_a_time() -
     for outcome in worker.run([ask(height=16, width=16, max_sequence_length=8, seed=n) for n in range(3)]):
         result_of(outcome)
     assert met(worker).num_merged == 0
-    why = "transformer.x_embedder keeps something from step to step"
+    why = "transformer.x_embedder.count changes from step to step"
     assert f"one request at a time: {why}" in str(worker.explain())
     assert worker.usage().alone == why, "which /ready says"
     worker.close()

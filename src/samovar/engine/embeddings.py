@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ..core import nested
-from ..core.interop import OF_A_CALL
+from ..core.interop import OF_A_CALL, kernel_settings
 from ..core.tensor_parts import num_bytes_of
-from ..trace.model_state import ModelState
+from ..trace.model_state import Generation
 from .calling import random_state
 
 MAX_BYTES = 2**28
@@ -29,66 +29,58 @@ class Embeddings:
     """What prompts were encoded to. The least recently used are forgotten first."""
 
     def __init__(self, wait: Callable[[], None] = lambda: None, max_bytes: int = MAX_BYTES) -> None:
-        """`wait`: returns when the encoders may be called; others may have encoded meanwhile."""
-        self.num_kept = self.num_encoded = 0
-        """Prompts that were found, and that were encoded."""
+        """`wait` returns when the encoders may be called; others may have encoded the same meanwhile."""
         self._wait, self._max_bytes = wait, max_bytes
-        self._states: dict[Hashable, ModelState] = {}
-        """Of all modules of the pipeline, by the adapters that are switched on."""
-        self._stored: OrderedDict[tuple[Hashable, ...] | None, tuple[Any, list[torch.device]]] = OrderedDict()
+        self._generation = functools.cache(lambda module: Generation(module, module.modules))
+        self._stored: OrderedDict[Hashable, tuple[Any, list[torch.device]]] = OrderedDict()
 
     @contextlib.contextmanager
-    def kept(self, pipeline: Any, adapters: Hashable = ()) -> Iterator[None]:
-        """Inside, the pipeline finds what it has encoded before with these adapters."""
-        encode, is_own = getattr(pipeline, _ENCODE, None), _ENCODE in vars(pipeline)
+    def kept(self, pipeline: Any) -> Iterator[None]:
+        """Inside, the pipeline finds what it has encoded before."""
+        encode = getattr(pipeline, _ENCODE, None)
+        own = {_ENCODE: encode} if _ENCODE in vars(pipeline) else {}
         if encode is None:
             yield
             return
 
         @functools.wraps(encode)
         def remembered(*args: Any, **kwargs: Any) -> Any:
-            key = self._key(pipeline, adapters, (args, kwargs))
+            key = self._key(pipeline, (args, kwargs))
             if key not in self._stored:
                 self._wait()
-            if key is not None and key in self._stored:
-                self.num_kept += 1
+            if key in self._stored:
                 return self._found(key)
             before = _settings(pipeline), random_state()
             output = encode(*args, **kwargs)
-            self.num_encoded += 1
             is_pure = nested.is_transparent(output) and nested.equal(before, (_settings(pipeline), random_state()))
             if key is not None and is_pure:
                 self._store(key, output)
             return output
 
-        setattr(pipeline, _ENCODE, remembered)
+        vars(pipeline)[_ENCODE] = remembered
         try:
             yield
         finally:
-            delattr(pipeline, _ENCODE)
-            if is_own:
-                setattr(pipeline, _ENCODE, encode)
+            del vars(pipeline)[_ENCODE]
+            vars(pipeline).update(own)
 
-    def _key(self, pipeline: Any, adapters: Hashable, given: Any) -> tuple[Hashable, ...] | None:
+    def _key(self, pipeline: Any, given: Any) -> Hashable:
         """All that the embeddings depend on; None if something of it cannot be compared."""
         if not _is_plain(given):
             return None
         parts = [part for part in pipeline.components.values() if part is not None]
-        state = self._states.get(adapters)
-        if state is None or not state.holds():
-            self._stored = OrderedDict((key, value) for key, value in self._stored.items() if key[0] != adapters)
-            modules = [module for part in parts if isinstance(part, torch.nn.Module) for module in part.modules()]
-            self._states[adapters] = ModelState(modules, kernels=True)
-        tokenizers = tuple((id(part), len(part)) for part in parts if hasattr(part, "add_tokens"))
-        return adapters, tokenizers, nested.signature((given, _settings(pipeline)), exact=True)
+        states = [(part, self._generation(part).check()) for part in parts if isinstance(part, torch.nn.Module)]
+        tokenizers = [(id(part), len(part)) for part in parts if hasattr(part, "add_tokens")]
+        plain = given, tokenizers, _settings(pipeline), kernel_settings()
+        return *states, nested.signature(plain, exact=True)
 
-    def _store(self, key: tuple[Hashable, ...], output: Any) -> None:
+    def _store(self, key: Hashable, output: Any) -> None:
         devices = [tensor.device for tensor in nested.tensors(output)]
         self._stored[key] = nested.map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), output), devices
-        while sum(num_bytes_of(nested.tensors(each)) for each, _ in self._stored.values()) > self._max_bytes:
+        while num_bytes_of(nested.tensors(list(self._stored.values()))) > self._max_bytes:
             self._stored.popitem(last=False)
 
-    def _found(self, key: tuple[Hashable, ...]) -> Any:
+    def _found(self, key: Hashable) -> Any:
         self._stored.move_to_end(key)
         output, devices = self._stored[key]
         places = iter(devices)

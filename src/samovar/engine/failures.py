@@ -10,14 +10,14 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ba
 _VISION = "torchvision"
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY)
 
 
 def failure(error: Exception, class_name: str, kind: str, request: Request, missing: list[str]) -> SamovarError:
     """What to raise in place of an error of a pipeline. Its own checks raise ValueError; arguments that it cannot use
     raise errors about types. `missing`: what it may need and was not given."""
-    if is_out_of_memory(error):
+    if _is_out_of_memory(error):
         problem = next(iter(str(error).splitlines()), type(error).__name__)
         return OutOfMemoryError(f"There is not enough memory for {_described(request, kind)}: {problem}")
     given = [*request.params.options, *request.inputs]

@@ -35,6 +35,7 @@ from .merging import Forward, Given, KeptState, Rows, are_independent, merged
 
 HOOK_NAME = "meeting"
 DENOISER, ENCODER = "denoiser", "encoder"
+NO_ROWS = Rows(((), {}), lambda args, kwargs: None)
 MAX_FORMS = 256
 CHANGES_PER_WAIT = 8.0
 """A run waits for another phase this many times as long as a change of phase takes, while there is work in this one."""
@@ -69,9 +70,8 @@ class Call:
     role: str
     number: int
     since: float
-    rows: Rows | None = None
+    rows: Rows = NO_ROWS
     """What is to be computed of a denoiser. Elsewhere the run computes it itself, in its turn."""
-    given: Given = ((), {})
     batch: list[Call] = field(default_factory=list)
     """The calls to compute with it, for the one that is first among them."""
     output: Any = None
@@ -81,6 +81,15 @@ class Call:
     def rank(self) -> tuple[int, int]:
         """Higher priorities are first; among equals, those that came first: so each run gets a step in turn."""
         return -self.member.priority, self.number
+
+    def compute(self) -> None:
+        """Its own output, or its own error."""
+        try:
+            self.output = self.rows.forward(*self.rows.given)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                raise
+            self.error = error
 
 
 def choose_role(calls: Sequence[Call], current: str, now: float, change_s: float) -> str:
@@ -222,11 +231,8 @@ class Meeting(Handle):
         role = choose_role(self._calls, self._role, now, self._change_s)
         self._enter(role, now)
         first, *others = sorted((call for call in self._calls if call.role == role), key=lambda call: call.rank)
-        rows = first.rows
-        if rows is None:
-            return [first]
-        limit = min(self._max_batch, self._limits.get(rows.form, self._max_batch))
-        fitting = (call for call in others if call.rows is not None and rows.fits(call.rows))
+        limit = self._limits.get(first.rows.form, self._max_batch)
+        fitting = (call for call in others if first.rows.fits(call.rows))
         return [first, *itertools.islice(fitting, limit - 1)]
 
     def _enter(self, role: str, now: float) -> None:
@@ -272,15 +278,18 @@ class Meeting(Handle):
     ) -> Any:
         state = id(module), member.adapters, self._generations[module].check()
         rows = Rows.of(given, names, forward, state)
-        call = Call(member, DENOISER, next(self._numbers), time.monotonic(), rows, given)
+        call = Call(member, DENOISER, next(self._numbers), time.monotonic(), rows)
         try:
             self._wait(call)
-        except BaseException:
-            with self._lock:  # Those that it should have computed find another.
+            if call.batch:
+                self._compute(call.batch)
+        except BaseException:  # An interrupt: those that it should have computed find another.
+            with self._lock:
                 self._calls += call.batch[1:]
             raise
         if call.batch:
-            self._compute(call.batch)
+            with self._lock:
+                self._ready += [other.member for other in call.batch[1:]]
             self._note_change()
         if call.error is not None:
             raise call.error
@@ -288,39 +297,25 @@ class Meeting(Handle):
 
     def _compute(self, batch: list[Call]) -> None:
         """Compute the calls of a batch, each with its output or its own error."""
-        rows = [call.rows for call in batch if call.rows is not None]
-        form = rows[0].form
-        outputs = None
-        try:
-            if len(batch) > 1 and form in self._limits:
-                outputs = merged(rows)
-                if outputs is None:
-                    self._limits[form] = max(1, len(batch) // 2)
-            for index, call in enumerate(batch):
-                if outputs is None:
-                    _compute_alone(call)
-                else:
-                    call.output = outputs[index]
-            self.num_merged += len(batch) if outputs is not None else 0
-            if len(batch) > 1 and form not in self._limits:
-                self._compare(batch[0], batch[1])
-        except BaseException as error:  # An interrupt, which ends all that were to be computed.
-            for call in batch:
-                call.error = error if call.output is None else call.error
-            raise
-        finally:
-            with self._lock:
-                self._ready += [call.member for call in batch[1:]]
+        form, is_known = batch[0].rows.form, batch[0].rows.form in self._limits
+        outputs = merged(*(call.rows for call in batch)) if len(batch) > 1 and is_known else None
+        if outputs is not None:
+            self.num_merged += len(batch)
+            for call, output in zip(batch, outputs, strict=True):
+                call.output = output
+            return
+        for call in batch:
+            call.compute()
+        if len(batch) > 1:
+            self._limits[form] = max(1, len(batch) // 2) if is_known else self._limit(*batch[:2])
 
-    def _compare(self, one: Call, other: Call) -> None:
-        """Find out whether the rows of a form are independent."""
-        assert one.rows is not None
-        assert other.rows is not None
+    def _limit(self, one: Call, other: Call) -> int:
+        """How many calls of a form may be computed at once: one if their rows are not independent."""
         while len(self._limits) >= MAX_FORMS:
             del self._limits[next(iter(self._limits))]
-        is_known = one.error is None and other.error is None
-        is_fit = is_known and are_independent(one.rows, other.rows, (one.output, other.output))
-        self._limits[one.rows.form] = self._max_batch if is_fit else 1
+        is_done = one.error is None and other.error is None
+        is_fit = is_done and are_independent(one.rows, other.rows, (one.output, other.output))
+        return self._max_batch if is_fit else 1
 
 
 class _DoorHook(ModelHook):
@@ -333,16 +328,6 @@ class _DoorHook(ModelHook):
 
     def arrive(self, module: torch.nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
         return self._meeting.arrive(self._role, module, self._names, forward, (args, kwargs))
-
-
-def _compute_alone(call: Call) -> None:
-    assert call.rows is not None
-    try:
-        call.output = call.rows.forward(*call.given)
-    except BaseException as error:
-        call.error = error
-        if not isinstance(error, Exception):
-            raise
 
 
 _member: ContextVar[Member | None] = ContextVar("samovar_member", default=None)

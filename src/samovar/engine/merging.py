@@ -7,7 +7,7 @@ the same calls alone, and runs take turns within a model only if it keeps nothin
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,6 @@ MAX_LEAK = 1e-5
 _NOT_STATE = frozenset({"_parameters", "_modules", "config", "training"})
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 Forward = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-Kept = list[tuple[str, Any, int | None]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +31,12 @@ class Rows:
     """A call of a denoiser as rows of a batch."""
 
     given: Given
-    """What it is given, with the one time of all rows once for each."""
-    count: int
     forward: Forward
-    form: Hashable
+    count: int = 0
+    """How many there are; 0 if that cannot be told."""
+    spread: Given = ((), {})
+    """What the call is given, with the one time of all rows once for each."""
+    form: Hashable = None
     """Equal for calls that may be merged, but for the values of what has no rows."""
 
     @classmethod
@@ -50,63 +51,59 @@ class Rows:
             return value.expand(count) if is_one else value
 
         named = itertools.zip_longest(names[: len(args)], args, fillvalue="")
-        given = tuple(spread(*pair) for pair in named), {name: spread(name, value) for name, value in kwargs.items()}
-        return cls(given, count, forward, (model, nested.signature(given)) if count else object())
+        rows = tuple(itertools.starmap(spread, named)), {name: spread(name, value) for name, value in kwargs.items()}
+        return cls(given, forward, count, rows, (model, nested.signature(rows)))
 
     def has(self, value: Any) -> bool:
         """Whether a tensor seems to have a row for each row of the sample. One that only happens to be that long is
         found out when merged and separate calls are compared."""
-        return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == self.count
+        return isinstance(value, torch.Tensor) and nested.shape(value)[:1] == (self.count,)
 
     def fits(self, other: Rows) -> bool:
         """Whether two calls have the same form, and the same values of all that has no rows."""
-        if self.form != other.form:
+        if not self.count or self.form != other.form:
             return False
-        pairs = zip(nested.leaves(self.given), nested.leaves(other.given), strict=True)
+        pairs = zip(nested.leaves(self.spread), nested.leaves(other.spread), strict=True)
         return all(a is b or self.has(a) or nested.equal(a, b) for (_, a), (_, b) in pairs)
 
     def turned(self) -> Rows:
         """The same call with another sample."""
-        sample = next(tensor for tensor in nested.tensors(self.given) if self.has(tensor))
-        return replace(self, given=nested.map_tensors(lambda t: -t if t is sample else t, self.given))
+        sample = next(filter(self.has, nested.tensors(self.spread)))
+        return replace(self, spread=nested.map_tensors(lambda t: -t if t is sample else t, self.spread))
 
 
-def merged(batch: Sequence[Rows]) -> list[Any] | None:
+def merged(*batch: Rows) -> list[Any] | None:
     """The outputs of calls that are computed at once; None where that fails, as with models that take no merged calls,
     or have no memory for them."""
-    first = batch[0]
-    columns = zip(*(nested.tensors(rows.given) for rows in batch), strict=True)
-    whole = (torch.cat(column) if first.has(column[0]) else column[0] for column in columns)
+    first, count = batch[0], batch[0].count
+    columns = zip(*(nested.tensors(rows.spread) for rows in batch), strict=True)
+
+    def joined(tensor: torch.Tensor) -> torch.Tensor:
+        column = next(columns)
+        return torch.cat(column) if first.has(tensor) else tensor
+
     try:
-        output = first.forward(*nested.map_tensors(lambda _: next(whole), first.given))
+        output = first.forward(*nested.map_tensors(joined, first.spread))
     except BaseException as error:
         if not isinstance(error, Exception):
             raise
         return None
-    found = list(nested.tensors(output))
-    if not found or any(tensor.dim() == 0 or len(tensor) != first.count * len(batch) for tensor in found):
+    if {nested.shape(tensor)[:1] for tensor in nested.tensors(output)} != {(count * len(batch),)}:
         return None
-    # Whoever stores its share must not keep all of them in memory.
-    shares = zip(*([part.clone() for part in torch.split(tensor, first.count)] for tensor in found), strict=True)
-    return [_with_tensors(output, share) for share in shares]
-
-
-def _with_tensors(output: Any, share: tuple[torch.Tensor, ...]) -> Any:
-    parts = iter(share)
-    return nested.map_tensors(lambda _: next(parts), output)
+    # Copies: whoever stores its share must not keep all of them in memory.
+    starts = range(0, count * len(batch), count)
+    return [nested.map_tensors(lambda tensor, at=at: tensor[at : at + count].clone(), output) for at in starts]  # type: ignore[misc]
 
 
 def are_independent(one: Rows, other: Rows, alone: tuple[Any, Any]) -> bool:
     """Whether two calls give the same beside each other as alone, but for rounding; and the same beside one whose
     sample is turned round: with the same kernels, what is in other rows must not matter at all."""
-    together, after, before = (merged(pair) for pair in ((one, other), (one, other.turned()), (one.turned(), other)))
+    together, after, before = merged(one, other), merged(one, other.turned()), merged(one.turned(), other)
     if together is None or after is None or before is None:
         return False
-    dtypes = {tensor.dtype for tensor in nested.tensors(alone)}
-    limit = min(MAX_ROUNDING.get(dtype, MAX_COARSE_ROUNDING) for dtype in dtypes)
-    leaks = map(nested.difference, together, (after[0], before[1]))
-    roundings = map(nested.difference, together, alone)
-    return all(leak <= MAX_LEAK for leak in leaks) and all(rounding <= limit for rounding in roundings)
+    limit = min(MAX_ROUNDING.get(tensor.dtype, MAX_COARSE_ROUNDING) for tensor in nested.tensors(alone))
+    leak, rounding = nested.difference(together, [after[0], before[1]]), nested.difference(together, alone)
+    return leak <= MAX_LEAK and rounding <= limit
 
 
 class KeptState:
@@ -114,47 +111,44 @@ class KeptState:
 
     def __init__(self, components: Mapping[str, Any]) -> None:
         self.problem = ""
+        parts = {name: part for name, part in components.items() if isinstance(part, torch.nn.Module)}
         self._modules = [
-            (f"{name}.{path}".rstrip("."), module)
-            for name, part in components.items()
-            if isinstance(part, torch.nn.Module)
+            (".".join(filter(None, (name, path))), module)
+            for name, part in parts.items()
             for path, module in part.named_modules()
         ]
-        self._before: dict[int, tuple[object, dict[str, Kept]]] = {}
+        self._before: dict[torch.nn.Module, tuple[object, dict[str, tuple[Any, int | None]]]] = {}
         """By denoiser: the run that called it last, and what all modules kept then."""
-        self._known: set[int] = set()
+        self._known = set[torch.nn.Module]()
 
     def may_wait(self, denoiser: torch.nn.Module) -> bool:
         """Whether other runs may come between two calls of one."""
-        return not self.problem and id(denoiser) in self._known
+        return not self.problem and denoiser in self._known
 
     def note(self, denoiser: torch.nn.Module, run: object) -> None:
         """A denoiser was called. What is compared are two calls of a run with no other one in between; the first may
         set up tables."""
-        if self.problem or id(denoiser) in self._known:
+        if self.problem or denoiser in self._known:
             return
-        now = {path: _kept_by(part) for path, part in self._modules}
-        whose, before = self._before.pop(id(denoiser), (None, now))
+        whose, before = self._before.pop(denoiser, (None, {}))
+        now = dict(itertools.chain.from_iterable(_kept_by(path, module) for path, module in self._modules))
         if whose is not run:
-            self._before[id(denoiser)] = run, now
+            self._before[denoiser] = run, now
             return
-        self._known.add(id(denoiser))
-        changed = next((path for path in now if not _is_same(now[path], before[path])), None)
-        self.problem = "" if changed is None else f"{changed} keeps something from step to step"
+        self._known.add(denoiser)
+        changed = next((path for path in now | before if not _is_same(now.get(path), before.get(path))), None)
+        self.problem = "" if changed is None else f"{changed} changes from step to step"
 
 
-def _kept_by(module: torch.nn.Module) -> Kept:
-    """What a module keeps beside its weights: the parts, and how often tensors were written."""
+def _kept_by(path: str, module: torch.nn.Module) -> Iterator[tuple[str, tuple[Any, int | None]]]:
+    """What a module keeps beside its weights: the parts by path, and how often tensors were written."""
     kept = {name: value for name, value in vars(module).items() if name not in _NOT_STATE and name[:8] != "_samovar"}
-    return [
-        (path, leaf, nested.version(leaf) if isinstance(leaf, torch.Tensor) else None)
-        for path, leaf in nested.leaves(kept)
-    ]
+    for place, leaf in nested.leaves(kept, path):
+        yield place, (leaf, nested.version(leaf) if isinstance(leaf, torch.Tensor) else None)
 
 
-def _is_same(one: Kept, other: Kept) -> bool:
-    """Whether a module keeps the same objects, unwritten, and equal numbers and texts."""
-    return len(one) == len(other) and all(
-        path == then and version == before and (a is b or (isinstance(a, nested.ATOMS) and a == b))
-        for (path, a, version), (then, b, before) in zip(one, other, strict=True)
-    )
+def _is_same(one: tuple[Any, int | None] | None, other: tuple[Any, int | None] | None) -> bool:
+    """Whether a module keeps the same object, unwritten, or an equal number or text."""
+    if one is None or other is None or one[1] != other[1]:
+        return False
+    return one[0] is other[0] or (isinstance(one[0], nested.ATOMS) and bool(one[0] == other[0]))

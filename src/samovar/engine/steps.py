@@ -46,8 +46,8 @@ class StepWatch:
         self._run = Run(pipeline, None)
         self._began = time.perf_counter()
         self._before: torch.Tensor | None = None
-        self._counts: dict[str, tuple[int, int]] = {}
-        """By denoiser: the steps that were computed, and that were skipped."""
+        self._counts = 0, 0
+        """The forwards that were computed, and that were skipped."""
 
     def call_back(self, pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         """The callback for the pipeline. What it returned would take the place of the pipeline's own tensors, and some
@@ -90,11 +90,8 @@ class StepWatch:
         stats = None if self._cache is None else self._cache.stats()
         if not isinstance(stats, PipelineStats):
             return None
-        before = self._counts
-        self._counts = {name: (each.computed, each.skipped) for name, each in stats.denoisers.items()}
-        ran = [each for name, each in stats.denoisers.items() if self._counts[name] != before.get(name, (0, 0))]
-        records = [record for each in ran for branch in each.branches.values() for record in branch.steps[-1:]]
-        return any(record.computed for record in records) if records else None
+        before, self._counts = self._counts, (stats.computed, stats.skipped)
+        return None if self._counts == before else stats.computed > before[0]
 
     def _preview(self, step: int, total: int, latents: torch.Tensor) -> None:
         due = preview_steps(self._request.num_previews, total)

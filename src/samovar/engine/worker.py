@@ -8,7 +8,7 @@ import gc
 import math
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -23,13 +23,20 @@ from ..arch.modules import unwrapped
 from ..cache import AutoConfig
 from ..compose import Attached, Explanation, tiled_if_needed
 from ..compose.explain import Feature
-from ..core.errors import CancelledRequestError, EngineError, NanLatentsError, SamovarError, SettingError
+from ..core.errors import (
+    CancelledRequestError,
+    EngineError,
+    NanLatentsError,
+    OutOfMemoryError,
+    SamovarError,
+    SettingError,
+)
 from ..hooks import hook_pipeline, pipeline_hooks, running
 from .calling import call_pipeline
 from .embeddings import Embeddings
 from .events import SILENT, GenerationResult, Listener, Outcome
 from .facts import PipelineFacts, facts_of
-from .failures import failure, is_out_of_memory
+from .failures import failure
 from .loading import Loaded, adopt, load_model
 from .lora import Adapters
 from .meeting import DENOISER, ENCODER, Meeting
@@ -64,8 +71,6 @@ class Usage(NamedTuple):
     """Weights copied to the device so far."""
     alone: str = ""
     """Why requests are served one at a time, if they are."""
-    prompts_kept: int = 0
-    """Prompts that no encoder was needed for."""
 
 
 class Worker:
@@ -92,13 +97,13 @@ class Worker:
         """Attach the features to the pipeline, and know what it takes and makes."""
         pipeline, config, defaults = self.pipeline, self.config, loaded.defaults
         cache, offload = config.attach_config.cache, config.attach_config.offload
-        adapters = undo.enter_context(Adapters(pipeline, config.lora)) if config.lora else None
-        self._switch: Callable[[Any], None] = adapters.use if adapters is not None else lambda adapters: None
-        if offload is None:  # Offloaded weights never pass through the device as a whole.
-            pipeline.to(self.device)
-        for name in offload.exclude if offload is not None else ():
-            part = getattr(pipeline, name, None)  # A name that is none is refused below.
-            if isinstance(part, torch.nn.Module):
+        self._switch: Callable[[Any], None] = lambda adapters: None
+        if config.lora:
+            self._switch = undo.enter_context(Adapters(pipeline, config.lora)).use
+        # Offloaded weights never pass through the device as a whole. A name that is none is refused below.
+        parts: list[Any] = [pipeline] if offload is None else [getattr(pipeline, name, None) for name in offload.exclude]
+        for part in parts:
+            if hasattr(part, "to"):
                 part.to(self.device)
         facts = facts_of(pipeline, defaults)
         self._alone = why_alone(config, pipeline)
@@ -129,13 +134,13 @@ class Worker:
         parts = {name: part for name, part in self.pipeline.components.items() if part is not None}
         found = ModuleDiscovery.discover(self.pipeline)
         doors: dict[str, list[torch.nn.Module]] = {DENOISER: list(map(unwrapped, found.dits))}
-        plan, room = None if self._attached.offloaded is None else self._attached.offloaded.plan, None
-        if plan is not None and plan.take_turns:
-            for role, modules in {ENCODER: found.encoders, "vae": found.vaes}.items():
+        room = None
+        if self._attached.offloaded is not None:
+            plan = self._attached.offloaded.plan
+            for role, modules in {ENCODER: found.encoders, "vae": found.vaes}.items() if plan.take_turns else ():
                 # Some are called by their parts, as VAEs are.
                 doors[role] = [part for module in modules for part in (module, *module.children())]
-        if plan is not None and plan.budget_bytes is not None:
-            room = max(0, plan.budget_bytes - plan.peak_bytes)
+            room = None if plan.budget_bytes is None else max(0, plan.budget_bytes - plan.peak_bytes)
         self._meeting = undo.enter_context(Meeting(doors, parts, self.max_batch, self._switch, room))
         for _ in range(self.max_runs - 1):
             self._pipelines.put(self._copied(undo))
@@ -212,7 +217,7 @@ class Worker:
         watch = StepWatch(pipeline, request, index, listener, cache, self.facts.size or (None, None), self._agree)
         try:
             with self._turn(request, listener), self._precision(request), running(pipeline):
-                kept = self._embeddings.kept(pipeline, request.lora)
+                kept = self._embeddings.kept(pipeline)
                 with kept, follow_steps(watch, CALLBACK in self.facts.takes) as following:
                     call = {**(request.arguments or {}), **following}
                     output = call_pipeline(pipeline, [request.prompt], [request.seeds[index]], call)
@@ -229,7 +234,7 @@ class Worker:
                 raise  # Ctrl-C.
             missing = self.facts.inputs.missing(request.arguments or {})
             problem = failure(error, self.facts.class_name, self.facts.output.kind, request, missing)
-            if not is_out_of_memory(error):
+            if not isinstance(problem, OutOfMemoryError):
                 raise problem from error
         finally:
             self._pipelines.put(pipeline)
@@ -239,16 +244,13 @@ class Worker:
             torch.cuda.empty_cache()
         raise problem
 
-    @contextlib.contextmanager
-    def _turn(self, request: Request, listener: Listener) -> Iterator[None]:
+    def _turn(self, request: Request, listener: Listener) -> contextlib.AbstractContextManager[None]:
         """Its adapters are switched on, and no other run has the interpreter, but while it waits for others."""
         if self._meeting is None:
             self._switch(request.lora)
-            yield
-            return
+            return contextlib.nullcontext()
         deadline = math.inf if request.deadline_s is None else time.monotonic() + request.deadline_s
-        with self._meeting.member(listener.is_cancelled, request.lora, request.priority, deadline):
-            yield
+        return self._meeting.member(listener.is_cancelled, request.lora, request.priority, deadline)
 
     def _precision(self, request: Request) -> contextlib.AbstractContextManager[None]:
         if request.exact and not self._is_auto:
@@ -282,7 +284,7 @@ class Worker:
         offloaded = self._attached.offloaded
         moved = 0 if offloaded is None else offloaded.stats().sent_bytes
         memory = torch.cuda.memory_allocated() if self.device.type == "cuda" else _resident_bytes()
-        return Usage(memory, moved, self.why_alone, self._embeddings.num_kept)
+        return Usage(memory, moved, self.why_alone)
 
     def close(self) -> None:
         """Detach everything from the pipeline, which frees its memory."""
