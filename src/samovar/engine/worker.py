@@ -101,8 +101,8 @@ class Worker:
         if config.lora:
             self._switch = undo.enter_context(Adapters(pipeline, config.lora)).use
         # Offloaded weights never pass through the device as a whole. A name that is none is refused below.
-        parts: list[Any] = [pipeline] if offload is None else [getattr(pipeline, name, None) for name in offload.exclude]
-        for part in parts:
+        kept: list[Any] = [pipeline] if offload is None else [getattr(pipeline, name, None) for name in offload.exclude]
+        for part in kept:
             if hasattr(part, "to"):
                 part.to(self.device)
         facts = facts_of(pipeline, defaults)
