@@ -33,7 +33,7 @@ LAYERS = [
 """A room may import from the layers below its own, and from itself; never from a neighbour."""
 
 BUDGETS = {
-    "arch": 15_250,
+    "arch": 14_900,
     "builtin": 100,
     "cache": 22_950,
     "cli": 9_200,
@@ -49,7 +49,7 @@ BUDGETS = {
     "parallel": 18_300,
     "serve_ray": 1_000,
     "server": 24_500,
-    "trace": 18_450,
+    "trace": 17_700,
 }
 """Tokens of code by room, without comments, docstrings and blank lines, so that packing or splitting gains nothing."""
 MAX_COMPLEXITY = (20, 7)

@@ -197,9 +197,9 @@ def test_arguments_go_by_the_names_of_the_first_block() -> None:
         def forward(self, temb: Any, x: Any, ctx: Any, extra: Any = None) -> None: ...
 
     stack = BlockStack("blocks", (), (), ("hidden_states", "context", "temb"), (), 0)
-    assert stack.arguments(Block(), (1,), {"temb": 3}) == {"hidden_states": 1, "temb": 3}
-    assert stack.arguments(Other(), (3, 1), {"ctx": 2, "extra": 4}) == {
-        "temb": 3, "hidden_states": 1, "context": 2, "extra": 4,
+    assert stack.places(Block(), (1,), {"temb": 3}) == {"hidden_states": 0, "temb": "temb"}
+    assert stack.places(Other(), (3, 1), {"ctx": 2, "extra": 4}) == {
+        "temb": 0, "hidden_states": 1, "context": "ctx", "extra": "extra",
     }  # fmt: skip
 
 

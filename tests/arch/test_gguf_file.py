@@ -17,7 +17,6 @@ from samovar.arch.skeleton import Parts, read_skeleton
 from samovar.core.errors import ModelError
 from samovar.engine.models import load_pipeline
 from samovar.engine.quantize import Quantization
-from samovar.offload.sizes import sizes_in
 
 pytest.importorskip("gguf")
 
@@ -79,22 +78,7 @@ def test_a_file_of_a_deeper_model_is_refused() -> None:
 
 
 def a_file_of(shapes: dict[str, tuple[int, ...]]) -> GgufFile:
-    return GgufFile(Path("some.gguf"), "some", shapes, {}, dict.fromkeys(shapes, 1), ("F32",))
-
-
-def test_blocks_are_numbered_and_hold_layers() -> None:
-    names = (
-        "time_embedding.0.weight", "time_embedding.0.bias", "time_embedding.2.weight", "blocks.0.attn.q.weight",
-        "blocks.0.modulation", "blocks.1.attn.q.weight", "head.head.weight", "final.adaLN_modulation.1.bias",
-    )  # fmt: skip
-    file = a_file_of(dict.fromkeys(names, (2, 2)))
-    assert file.blocks == {"blocks.0": 2, "blocks.1": 1}
-    assert (file.name, file.role) == ("transformer", "denoiser")
-    (size,) = sizes_in(file)
-    assert (size.rest_bytes, size.num_bytes) == (5, 8)
-    language = a_file_of(dict.fromkeys(("token_embd.weight", "enc.blk.0.attn_q.weight"), (2, 2)))
-    assert (language.name, language.role) == ("text_encoder", "encoder")
-    assert list(language.blocks) == ["enc.blk.0"]
+    return GgufFile(Path("some.gguf"), "some", shapes, {}, ("F32",))
 
 
 def test_a_type_that_diffusers_cannot_load_is_refused_by_name(folder: Path) -> None:
@@ -129,7 +113,7 @@ def test_names_of_the_original_are_translated() -> None:
     shapes = original_flux({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
     # Q4_0: 32 weights in 18 bytes.
     packed = {n: (s[0], s[1] // 32 * 18) for n, s in shapes.items() if len(s) == 2 and "blocks" in n}
-    file = GgufFile(Path("flux.gguf"), "flux", shapes, packed, {}, ("Q4_0", "F32"))
+    file = GgufFile(Path("flux.gguf"), "flux", shapes, packed, ("Q4_0", "F32"))
     stored = stored_in(file, "transformer", parts)
     with as_stored(stored):
         weight = model.get_submodule("single_transformer_blocks.5.attn.to_k")._buffers["weight"]

@@ -71,11 +71,8 @@ def test_vaes_decode_in_parts_where_a_budget_has_no_room_otherwise(folder: Path)
 def test_quantised_folders_and_files(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     file = str(write_gguf(tmp_path / "q8.gguf", load_pipeline(folder, torch.float32).transformer))
-    assert make_plan(file, ROOMY, TINY).plan.component("transformer").num_blocks == 5
     beside, exact = make_plan(str(folder), ROOMY, TINY, quantization=file), make_plan(str(folder), ROOMY, TINY)
     assert beside.plan.component("transformer").num_bytes < exact.plan.component("transformer").num_bytes
-    with pytest.raises(SettingError, match="is quantised already"):
-        make_plan(file, ROOMY, TINY, quantization="int8")
     pytest.importorskip("torchao")
     for part, quantised in (("transformer", True), ("text_encoder_2", False)):
         saved = tmp_path / part

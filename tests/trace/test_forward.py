@@ -173,7 +173,7 @@ def test_a_list_that_runs_between_blocks_or_not_at_all_is_set_aside() -> None:
 
     watcher = watch(Aside())
     anatomy = watcher.anatomy()
-    assert (list(carried(anatomy)), anatomy.side, anatomy.idle) == (["blocks"], ("adapters",), ("spare",))
+    assert (list(carried(anatomy)), anatomy.side) == (["blocks"], ("adapters",))
     answered = [(seen.gate.path, seen.segment is None) for seen in watcher.watched().trace.calls]
     assert answered == [("blocks", False), ("adapters", True)] * 2 + [("blocks", False)]
 

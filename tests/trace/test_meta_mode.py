@@ -24,7 +24,7 @@ SOME = [case for case in CASES.values() if case.id not in UNSERVED][::10]
 def peak(run: Callable[[], Any]) -> int:
     with MetaMode() as mode:
         run()
-    return mode.peak_bytes
+    return mode.peaks[""]
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -44,7 +44,7 @@ def test_memory_is_counted_while_it_is_held() -> None:
         del z
         assert mode.num_bytes == 0
         x.t().reshape(-1)
-        assert mode.peak_bytes == 2**18
+        assert mode.peaks[""] == 2**18
         assert x.view(-1).shape == (2**16,)
         assert mode.num_bytes == 0, "a view of what was there before makes nothing"
 
@@ -93,7 +93,7 @@ def test_models_run_without_weights_or_say_why_not(name: str) -> None:
     expected = forms(case.run(model))
     with refused, torch.no_grad(), torch.compiler.set_stance("force_eager"), MetaMode() as mode:
         assert forms(MetaCopier().copy(model)(**inputs, **plain)) == expected
-        assert mode.peak_bytes > 0
+        assert mode.peaks[""] > 0
 
 
 def test_a_quantised_or_cast_layer_makes_the_weight_that_it_computes_with() -> None:
@@ -118,7 +118,7 @@ def test_a_mask_of_each_token_for_each_loses_its_values() -> None:
         both = pairs & pairs.t()
         assert (both.shape, mode.num_bytes) == ((2**13, 2**13), 2**27)
         both[5, :7] = True
-        assert mode.peak_bytes == 2**27, "nothing is set where there are no values"
+        assert mode.peaks[""] == 2**27, "nothing is set where there are no values"
         fewer = mask[:300].view(1, -1).repeat(300, 1)
         assert int(fewer.sum()) == 300 * 200
         assert mask.nonzero().shape == (int(mask.sum()), 1), "how many there are is in the values"

@@ -110,25 +110,6 @@ def test_parts_that_lead_elsewhere_are_not_run() -> None:
     assert zoo.equal(reader(other, later), real)
 
 
-class Gating(Block):
-    """Whether a part of it matters depends on the time."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.mod = torch.nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
-        mod = self.mod(temb)
-        return x + self.attn(self.norm(x) + torch.where(temb[0, 0, 0] > 0.5, mod, 0.0))
-
-
-def test_a_part_that_matters_at_another_step_makes_the_signal_nan() -> None:
-    block, x = Gating(8), torch.randn(1, 5, 8)
-    reader = ModulatedInput(Given(block, (x, torch.zeros(1, 1, 8)), {}), x)
-    assert reader(Given(block, (x, torch.zeros(1, 1, 8)), {}), x).isfinite().all()
-    assert reader(Given(block, (x, torch.ones(1, 1, 8)), {}), x).isnan().all(), "so that the step is computed"
-
-
 class Adding(Block):
     """Writes into its arguments before it attends."""
 

@@ -87,16 +87,3 @@ def test_packed_weights_are_counted_as_what_they_stand_for(tmp_path: Path) -> No
     counts = [[part.num_parameters for part in report.components] for report in (exact, read)]
     assert counts[0] == counts[1]
     assert (read.components[0].num_bytes or 0) < (exact.components[0].num_bytes or 0)
-
-
-def test_what_offload_refuses_is_not_promised() -> None:
-    pipe = tiny_flux_pipeline()
-    assert all(feature.works for feature in survey_pipeline(pipe).features)
-    pipe.transformer.register_buffer("odd", torch.zeros(2, 2).to_sparse())
-    features = {feature.name: feature for feature in survey_pipeline(pipe).features}
-    for name in ("layerwise offload", "model offload"):
-        assert not features[name].works
-        assert (
-            features[name].reason == "transformer.odd is torch.sparse_coo; leave transformer out: exclude='transformer'"
-        )
-    assert features["step cache"].works

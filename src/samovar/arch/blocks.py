@@ -72,11 +72,6 @@ class BlockStack:
         given = dict(zip(own, range(len(args)), strict=False)) | {name: name for name in kwargs}
         return {renamed.get(name, name): place for name, place in given.items()}
 
-    def arguments(self, block: Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a block's call, by the stack's parameters."""
-        places = self.places(block, args, kwargs).items()
-        return {name: args[place] if isinstance(place, int) else kwargs[place] for name, place in places}
-
 
 @dataclass(frozen=True)
 class Anatomy:
@@ -87,8 +82,6 @@ class Anatomy:
     """In the order in which they run; in the order of definition before a probe."""
     side: tuple[str, ...] = ()
     """Modules that run between the blocks of a stack and are not blocks themselves."""
-    idle: tuple[str, ...] = ()
-    """Stacks that the probing forward did not run."""
     leader: str | None = None
     """The stack by whose input a step is judged."""
 

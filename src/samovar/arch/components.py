@@ -10,7 +10,7 @@ import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, TypeGuard, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeGuard, get_args, runtime_checkable
 
 from torch.nn import Module
 
@@ -48,12 +48,8 @@ class PipelineModules:
 
     def roles(self) -> dict[Role, tuple[list[str], list[Module]]]:
         """Names and modules of each role."""
-        return {
-            "denoiser": (self.dit_names, self.dits),
-            "encoder": (self.encoder_names, self.encoders),
-            "vae": (self.vae_names, self.vaes),
-            "resident": (self.resident_names, self.resident_modules),
-        }
+        lists = list(vars(self).values())
+        return dict(zip(get_args(Role), zip(lists[1::2], lists[::2], strict=True), strict=True))
 
 
 _DECLARED: dict[Role, str] = {
@@ -143,7 +139,7 @@ def _declares_all(pipeline: Any) -> bool:
 
 def _declared(pipeline: Any) -> Found:
     """The modules that a pipeline declares; a module under two names once."""
-    taken: set[int] = set()
+    taken: set[Module] = set()
     for role, attribute in _DECLARED.items():
         for name in _declared_names(pipeline, attribute):
             module = functools.reduce(_read, name.split("."), pipeline)
@@ -154,8 +150,8 @@ def _declared(pipeline: Any) -> Found:
                     "the name, or load that component.",
                     stacklevel=3,
                 )
-            elif id(module) not in taken:
-                taken.add(id(module))
+            elif module not in taken:
+                taken.add(module)
                 yield role, name, module
 
 
@@ -174,22 +170,20 @@ def _declared_names(pipeline: Any, attribute: str) -> Sequence[str]:
 
 def _scanned(pipeline: Any) -> Found:
     """The modules that a pipeline holds. If one of two modules is inside the other, only the first counts."""
-    taken: set[int] = set()
-    inside: set[int] = set()
+    taken: set[Module] = set()
+    inside: set[Module] = set()
     for role, name, module in (*_components(pipeline), *_well_known(pipeline)):
-        parts = set(map(id, module.modules()))
-        if id(module) not in inside and taken.isdisjoint(parts):
-            taken.add(id(module))
-            inside |= parts
+        if module not in inside and taken.isdisjoint(module.modules()):
+            taken.add(module)
+            inside.update(module.modules())
             yield role, name, module
 
 
 def _components(pipeline: Any) -> Found:
     """The components that diffusers lists, in the order in which they run."""
-    components = _read(pipeline, "components")
+    components, sequence = _read(pipeline, "components"), _read(pipeline, "model_cpu_offload_seq")
     if not isinstance(components, Mapping):
         return
-    sequence = _read(pipeline, "model_cpu_offload_seq")
     offload_order = sequence.split("->") if isinstance(sequence, str) else []
     for name in dict.fromkeys([*offload_order, *components]):
         module = components.get(name)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,11 @@ from torch import Tensor
 from ..core.errors import ModelError
 from ..core.files import brief, reading
 from ..core.quantisers import QUANTISERS, converted_names, is_loadable_from_a_file, left_out
-from .components import Role
 from .skeleton import Part, Parts
 from .stored import Stored
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16}
 """Types that are loaded as plain tensors."""
-_LANGUAGE = re.compile(r"(enc\.|dec\.)?blk\.\d+\.")
-"""How names of blocks begin in files of language models, which text encoders are."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,6 @@ class GgufFile:
     shapes: dict[str, tuple[int, ...]]
     bytes_of: dict[str, tuple[int, ...]]
     """The same in bytes along the last dimension, for tensors that are quantised."""
-    num_bytes: dict[str, int]
     types: tuple[str, ...]
     """All types in it, the most used first."""
 
@@ -44,27 +39,6 @@ class GgufFile:
     def kind(self) -> str:
         """In a few words."""
         return f"gguf {', '.join(self.types)}"
-
-    @property
-    def name(self) -> str:
-        """The component that it would be in a pipeline, as far as names show."""
-        return "text_encoder" if any(map(_LANGUAGE.match, self.shapes)) else "transformer"
-
-    @property
-    def role(self) -> Role:
-        return "encoder" if self.name == "text_encoder" else "denoiser"
-
-    @property
-    def blocks(self) -> dict[str, int]:
-        """Bytes of each block, known by the number in the names of its tensors. What is numbered and holds nothing but
-        a weight and a bias is a layer of an embedding."""
-        found: dict[str, int] = {}
-        inner: dict[str, bool] = {}
-        for tensor, num_bytes in self.num_bytes.items():
-            if match := re.match(r"(.*?\.\d+)\.(.*)", tensor):
-                found[match[1]] = found.get(match[1], 0) + num_bytes
-                inner[match[1]] = inner.get(match[1], False) or "." in match[2]
-        return {path: num_bytes for path, num_bytes in found.items() if inner[path]}
 
 
 def read_gguf(file: str | Path) -> GgufFile:
@@ -79,18 +53,17 @@ def read_gguf(file: str | Path) -> GgufFile:
         reader = GGUFReader(path)
         field = reader.get_field("general.architecture")
         architecture = "unknown" if field is None else str(field.contents())
-    shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
-    if not shapes:
-        raise ModelError(f"The GGUF file {str(file)!r} holds no weights. Give the file of a model.")
-    num_bytes = {tensor.name: int(tensor.n_bytes) for tensor in reader.tensors}
-    packed, sizes = dict[str, tuple[int, ...]](), Counter[str]()
+    shapes, packed, sizes = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...]](), Counter[str]()
     for tensor in reader.tensors:
-        kind, (*outer, width) = tensor.tensor_type.name, shapes[tensor.name]
-        sizes[kind] += num_bytes[tensor.name]
+        kind, (*outer, width) = tensor.tensor_type.name, map(int, reversed(tensor.shape))
+        shapes[tensor.name] = (*outer, width)
+        sizes[kind] += int(tensor.n_bytes)
         if kind not in _PLAIN:
             block, size = GGML_QUANT_SIZES[tensor.tensor_type]
             packed[tensor.name] = (*outer, width // block * size)
-    return GgufFile(path, architecture, shapes, packed, num_bytes, tuple(kind for kind, _ in sizes.most_common()))
+    if not shapes:
+        raise ModelError(f"The GGUF file {str(file)!r} holds no weights. Give the file of a model.")
+    return GgufFile(path, architecture, shapes, packed, tuple(kind for kind, _ in sizes.most_common()))
 
 
 def stored_in(file: GgufFile, name: str, parts: Parts) -> Parts:
@@ -105,20 +78,15 @@ def stored_in(file: GgufFile, name: str, parts: Parts) -> Parts:
             f"{file.path} cannot take the place of {name}: diffusers cannot load a {part.cls.__name__} from a single "
             f"file. Quantise it by kind, such as {name}=int8."
         )
-    _check_types(file)
-    return {**parts, name: replace(part, kind=file.kind, stored=_stored(file, part))}
-
-
-def _check_types(file: GgufFile) -> None:
     from diffusers.quantizers.gguf.utils import SUPPORTED_GGUF_QUANT_TYPES
 
     known = {*_PLAIN, *(kind.name for kind in SUPPORTED_GGUF_QUANT_TYPES)}
-    unknown = [kind for kind in file.types if kind not in known]
-    if unknown:
+    if unknown := [kind for kind in file.types if kind not in known]:
         raise ModelError(
             f"{file.path} holds weights as {', '.join(unknown)}, which diffusers cannot load. Take another file of "
             f"this model; diffusers loads {', '.join(sorted(known))}."
         )
+    return {**parts, name: replace(part, kind=file.kind, stored=_stored(file, part))}
 
 
 def _stored(file: GgufFile, part: Part) -> Stored:
@@ -138,18 +106,17 @@ def _stored(file: GgufFile, part: Part) -> Stored:
 
 def _difference(own: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], cls: type) -> str:
     """Why the tensors of a file are not those of a model; empty if they are. diffusers would leave out what is over."""
-    if missing := [path for path in own if path not in shapes]:
-        return f"it has no {missing[0]}{_and_more(missing)}"
+    if missing := own.keys() - shapes.keys():
+        return f"it has no {_first(missing)}"
     if wrong := [path for path, shape in own.items() if shapes[path] != shape]:
         return f"{wrong[0]} is {_times(shapes[wrong[0]])} in it, and {_times(own[wrong[0]])} in the model"
     # A single number is a mark that somebody's converter left.
-    over = [path for path, shape in shapes.items() if path not in own and math.prod(shape) > 1]
-    over = [path for path in over if not left_out(cls, path)]
-    return f"it has {over[0]}{_and_more(over)}, which the model does not have" if over else ""
+    over = {path for path in shapes.keys() - own.keys() if math.prod(shapes[path]) > 1 and not left_out(cls, path)}
+    return f"it has {_first(over)}, which the model does not have" if over else ""
 
 
-def _and_more(paths: list[str]) -> str:
-    return f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
+def _first(paths: Set[str]) -> str:
+    return f"{min(paths)} (and {len(paths) - 1} more)" if len(paths) > 1 else min(paths)
 
 
 def _of_another_model(file: GgufFile, part: Part, problem: str) -> ModelError:

@@ -57,6 +57,11 @@ def read_skeleton(source: str) -> tuple[str, Parts]:
         return _read_pipeline_folder(path)
     if is_model:
         return _read_model_folder(path)
+    if source.endswith(".gguf"):
+        raise ModelError(
+            f"{brief(source)} is a GGUF file, which holds one component. Give the model's folder or name, and the file "
+            "as quantization."
+        )
     if path.exists() or "/" in source:
         problem = "neither model_index.json nor config.json is in it" if path.exists() else "there is no such folder"
         raise ModelError(

@@ -104,7 +104,7 @@ class _TracedForm:
 
     def _stream(self, given: Given) -> torch.Tensor:
         """The sample among the arguments of the leading block."""
-        found: torch.Tensor = self.trace.leader.read(given.args, given.kwargs)[self.trace.stream]
+        found: torch.Tensor = self.trace.leader.read(given)[self.trace.stream]
         return found
 
     def close(self) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ..arch.gguf_file import read_gguf
 from ..arch.quantised import KINDS, kinds_within
 from ..arch.skeleton import Parts
 from ..compose import AttachConfig
@@ -17,13 +16,12 @@ from ..compose.vae import Way, divide_vaes
 from ..core.errors import ModelError, SettingError
 from ..core.quantisers import QUANTISERS
 from ..core.settings import parse_bytes
-from ..offload import OffloadConfig, OffloadPlan, TierPlan, Timing, plan_offload, plan_tiers, read_parts, uses_of
+from ..offload import OffloadConfig, OffloadPlan, TierPlan, Timing, read_parts
 from ..offload.quantization_choice import EXACT, Ladder, Rung, choose_rung, table_of
 from ..offload.ring import ASSUMED_BUS
-from ..offload.sizes import sizes_in
 from ..trace.activations import read_activations
 from ..trace.dry_run import RequestSize
-from .quantize import GGUF, Quantization, QuantizationSetting, check_kind
+from .quantize import Quantization, QuantizationSetting, check_kind
 
 Size = Mapping[str, int | None]
 
@@ -56,11 +54,9 @@ def make_plan(
     loss: str | None = None,
     bus: str | None = None,
 ) -> MadePlan:
-    """The plan for a model's folder, a class of diffusers or a GGUF file, without weights."""
+    """The plan for a model's folder, a class of diffusers, without weights."""
     check_loss(loss, quantization, config)
     config = replace(config, timing=config.timing or _read_bus(bus))
-    if source.endswith(GGUF) and Path(source).expanduser().is_file():
-        return _plan_file(source, config, quantization or loss)
     parts = read_parts(source, getattr(torch, dtype) if dtype else None)
     # A plan is for any machine, so nothing need be installed here but what reads the file.
     chosen = Quantization.read(quantization, None)
@@ -130,18 +126,6 @@ def _rungs(
         if any(rung.plan is not None for rung in rungs):
             return found[-1]
     return found[0]
-
-
-def _plan_file(source: str, config: OffloadConfig, quantises: Any) -> MadePlan:
-    """The plan for the weights in a GGUF file, of which nothing else is known."""
-    if quantises:
-        raise SettingError(f"{source!r} is quantised already. Leave out quantization and loss.", param="quantization")
-    if config.exclude:
-        message = f"{source!r} holds one component, which would be left out. Leave out exclude."
-        raise SettingError(message, param="exclude")
-    sizes = sizes_in(read_gguf(source))
-    plan = plan_offload(sizes, config)
-    return MadePlan(plan, plan_tiers(uses_of(sizes, plan), parse_bytes(config.host_memory, "host_memory")))
 
 
 def check_loss(loss: str | None, quantization: QuantizationSetting, config: OffloadConfig | None) -> None:

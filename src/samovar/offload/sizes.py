@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 
 from ..arch import find_anatomy
-from ..arch.gguf_file import GgufFile
 from ..arch.modules import unwrapped
 from ..arch.quantised import as_stored
 from ..arch.skeleton import Parts, cast, loaded_parts, read_skeleton
@@ -238,10 +237,3 @@ def read_sizes(source: str) -> tuple[ComponentSize, ...]:
     components = split_parts(parts)
     with as_stored(parts):
         return measure_components(components, coded=True)
-
-
-def sizes_in(file: GgufFile) -> tuple[ComponentSize, ...]:
-    """The size of the component in a GGUF file."""
-    blocks = tuple(BlockSize(path, (num_bytes,)) for path, num_bytes in file.blocks.items())
-    rest = sum(file.num_bytes.values()) - sum(block.num_bytes for block in blocks)
-    return (ComponentSize(file.name, file.role, file.kind, rest, blocks),)

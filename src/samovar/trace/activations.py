@@ -47,32 +47,30 @@ class Activations:
 
 def activations_of(pipeline: Any, size: RequestSize | None = None) -> Activations:
     """Those of a loaded pipeline or model. SettingError for a size that it does not take."""
-    size = size or RequestSize()
-    return _of(dry_run(pipeline, size), loaded_parts(pipeline), size)
+    return _of(dry_run(pipeline, size), loaded_parts(pipeline), size or RequestSize())
 
 
 def read_activations(source: str, parts: Parts, size: RequestSize | None = None) -> Activations:
     """Those of a model folder or a class, whose `parts` were built without weights."""
-    size = size or RequestSize()
     try:
         pipeline = build_pipeline(source, parts)
+        seen = DryRun() if pipeline is None else dry_run(pipeline, size)
     except ModelError as error:
-        return _of(DryRun(problem=str(error)), parts, size)
-    return _of(DryRun() if pipeline is None else dry_run(pipeline, size), parts, size)
+        seen = DryRun(problem=str(error))
+    return _of(seen, parts, size or RequestSize())
 
 
 def _of(seen: DryRun, parts: Parts, size: RequestSize) -> Activations:
     peaks, calls, note = dict(seen.peaks), dict(seen.calls), f"those of {seen.size or size}"
-    for name, part in parts.items():
-        if name in peaks or part.role != "denoiser":
-            continue
-        twin = next((other for other in seen.peaks if other in parts and parts[other].cls is part.cls), None)
+    denoisers = [name for name, part in parts.items() if part.role == "denoiser"]
+    for name in [name for name in denoisers if name not in peaks]:
+        twin = next((other for other in seen.calls if other in peaks and parts[other].cls is parts[name].cls), None)
         if twin is not None:  # It is for later steps.
             peaks[name], calls = peaks[twin], {name: calls[twin]} | calls
-        elif (found := estimate(part, size)) is not None:
+        elif found := estimate(parts[name], size):
             peaks[name], note = found
     by_name = {name: int(peak * (1 + _SHARE)) + _BYTES for name, peak in peaks.items()}
-    is_complete = all(name in by_name or part.role == "resident" for name, part in parts.items())
+    is_complete = by_name.keys() >= {name for name, part in parts.items() if part.role != "resident"}
     problem = None if is_complete else seen.problem or "it was not called in a run without weights"
     note = f"activations are {note}, and {_SHARE:.0%} and {_BYTES >> 20} MiB to spare"
     return Activations(by_name, note, problem, calls, seen.size)
@@ -81,20 +79,18 @@ def _of(seen: DryRun, parts: Parts, size: RequestSize) -> Activations:
 def estimate(part: Part, size: RequestSize) -> tuple[int, str] | None:
     """What a forward of tokens through the widest layer holds: what that reads and writes, twice, and what goes around
     it, a few times. Measured of FLUX.1 at 1024 px: 0.35 to 0.6 GiB; estimated: 0.5."""
-    if part.module is None:
-        return None
-    kinds = Counter(map(type, part.module.modules()))
-    linear = [module for module in part.module.modules() if isinstance(module, torch.nn.Linear)]
-    if not linear or kinds[torch.nn.Conv2d] > _MANY_CONVOLUTIONS:
+    modules = [] if part.module is None else list(part.module.modules())
+    kinds, linear = Counter(map(type, modules)), [each for each in modules if isinstance(each, torch.nn.Linear)]
+    if part.module is None or not linear or kinds[torch.nn.Conv2d] > _MANY_CONVOLUTIONS:
         return None
     is_video = "num_frames" in parameters_of(part.module) or torch.nn.Conv3d in kinds
     height, width, frames = _VIDEO if is_video else _IMAGE
     height, width = size.height or size.width or height, size.width or size.height or width
-    frames = size.frames or frames
+    frames, batch = size.frames or frames, size.batch or 1
     tokens = -(-height // _TOKEN) * -(-width // _TOKEN) * ((frames - 1) // _FRAMES + 1) + _TEXT
     widest = max(layer.in_features + layer.out_features for layer in linear)
     held = 2 * widest + 4 * mode(layer.in_features for layer in linear)
     itemsize = (main_dtype(part.module) or torch.bfloat16).itemsize
     made = RequestSize(height, width, frames if is_video else None, size.batch)
     note = f"estimated for {made} of a {part.cls.__name__} as it is configured (a token is {_TOKEN} x {_TOKEN} pixels)"
-    return (size.batch or 1) * tokens * held * itemsize, note
+    return batch * tokens * held * itemsize, note

@@ -71,7 +71,8 @@ class RequestSize:
         pixels = f"{self.width or 'default width'} x {self.height or 'default height'} pixels"
         parts = [pixels if self.height or self.width else "the default size"]
         parts += [f"{self.frames} frames"] if self.frames else []
-        return ", ".join([*parts, *([f"a batch of {self.batch}"] if self.batch and self.batch > 1 else [])])
+        parts += [f"a batch of {self.batch}"] if (self.batch or 1) > 1 else []
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,15 @@ def _check_made(pipeline: str, asked: RequestSize, made: RequestSize) -> None:
 
 def _choices(pipeline: Any, size: RequestSize) -> Iterator[dict[str, Any]]:
     """The calls to try: with all the images that the pipeline can be given and the longest prompt, then with less."""
+    from PIL import Image
+
     takes = call_parameters(called_as(pipeline))
     asked = _asked(type(pipeline).__name__, takes, size)
     fixed = {"num_inference_steps": _STEPS, "output_type": "pt", "return_dict": False}
     copies = size.batch if size.batch is not None and not any(name in asked for name in BATCHES) else None
     images = tuple(name for name in takes if name in _IMAGES)
     needed = tuple(name for name in images if takes[name].default is inspect.Parameter.empty)
-    blank = _blank(size.width or size.height or _SIDE, size.height or size.width or _SIDE)
+    blank = Image.new("RGB", (size.width or size.height or _SIDE, size.height or size.width or _SIDE))
     for prompt, chosen in itertools.product((_LONG_PROMPT, _PROMPT), dict.fromkeys((images, images[:1], needed))):
         words = fixed | {"prompt": prompt if copies is None else [prompt] * copies}
         yield {name: words[name] for name in words if name in takes} | asked | dict.fromkeys(chosen, blank)
@@ -132,25 +135,14 @@ def _choices(pipeline: Any, size: RequestSize) -> Iterator[dict[str, Any]]:
 
 def _asked(pipeline: str, takes: Mapping[str, Any], size: RequestSize) -> dict[str, int]:
     """The size in the words of the pipeline. Where there is none for a batch, there are as many prompts."""
-    words = {"height": "height", "width": "width", "frames": "num_frames"}
-    batch = next((name for name in BATCHES if name in takes), None)
-    words |= {} if batch is None else {"batch": batch}
-    given = {name: value for name, value in vars(size).items() if value is not None and name in words}
+    batch = next((name for name in BATCHES if name in takes), "")
+    words = {"height": "height", "width": "width", "frames": "num_frames", "batch": batch}
+    given = {name: value for name, value in vars(size).items() if value is not None and words[name]}
     for name, value in given.items():
         if words[name] not in takes:
             message = f"{name}={value} means nothing to {pipeline}, which takes no {words[name]}. Leave it out."
             raise SettingError(message, param=name)
     return {words[name]: value for name, value in given.items()}
-
-
-def _blank(width: int, height: int) -> Any:
-    from PIL import Image
-
-    return Image.new("RGB", (width, height))
-
-
-class _TooLong(Exception):
-    """A run took too long."""
 
 
 class _Run:
@@ -162,13 +154,10 @@ class _Run:
         self._pipeline, self._deadline = pipeline, deadline
         self._mode = MetaMode()
         self._calls: dict[str, CallForm] = {}
-        self._peaks: dict[str, int] = {}
         self._returned: dict[Any, Any] = {}
         """The form of what a call returned, by the call's."""
-        self._current: str | None = None
-        """The component that ran last."""
-        self._depth = 0
-        """How many of its modules are being called."""
+        self._inside: list[str] = []
+        """The component whose modules are being called, once for each."""
 
     def run(self, arguments: Mapping[str, Any]) -> DryRun:
         problem, output = None, None
@@ -179,9 +168,9 @@ class _Run:
                     output = type(twin).__call__(twin, **arguments)
         except TrialFailed as failed:
             problem = str(failed).splitlines()[0]
-        if problem is None or not self._depth:  # Else it did not get to its end.
-            self._end_slice()
-        return DryRun(self._calls, self._peaks, _size_of(output), problem)
+        failed_in = self._inside if problem else ()
+        peaks = {name: peak for name, peak in self._mode.peaks.items() if name and name not in failed_in}
+        return DryRun(self._calls, peaks, _size_of(output), problem)
 
     def _twin(self) -> Any:
         """The pipeline with components without weights, for which the CPU is the device that it runs on."""
@@ -218,20 +207,13 @@ class _Run:
         return output
 
     def _enter(self, name: str, module: torch.nn.Module, args: Any) -> None:
-        """A module of a component is called. If it is another component's than before, a slice of the run ends."""
         if time.monotonic() > self._deadline:
-            raise _TooLong(f"the run without weights took more than {_MAX_SECONDS:.0f} s")
-        if name != self._current:
-            self._end_slice()
-            self._current, self._depth, self._mode.peak_bytes = name, 0, self._mode.num_bytes
-        self._depth += 1
+            raise TimeoutError(f"the run without weights took more than {_MAX_SECONDS:.0f} s")
+        self._inside.append(name)
+        self._mode.runs(name)
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        self._depth -= 1
-
-    def _end_slice(self) -> None:
-        if self._current is not None:
-            self._peaks[self._current] = max(self._peaks.get(self._current, 0), self._mode.peak_bytes)
+        self._inside.pop()
 
 
 def _size_of(output: Any) -> RequestSize | None:
@@ -248,8 +230,7 @@ def quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(before)

@@ -35,6 +35,10 @@ class Given(NamedTuple):
     args: Any
     kwargs: Any
 
+    def at(self, place: Place | None) -> Any:
+        """The argument at a place; None where there is none."""
+        return None if place is None else (self.args if isinstance(place, int) else self.kwargs)[place]
+
     def copied(self) -> Given:
         """The same with tensors that nobody else writes into."""
         return Given(self.module, *nested.map_tensors(torch.clone, (self.args, self.kwargs)))
@@ -54,8 +58,6 @@ class Call:
     """One call of a gated module. On a skipped step it is answered."""
 
     gate: Gate
-    is_inner: bool
-    """Whether it was called inside of another: that is the other's private business."""
     segment: Segment | None = None
     """None for a module between blocks."""
     is_first: bool = False
@@ -66,11 +68,10 @@ class Call:
     returned: Any = None
     """The form of its output, as tensors without data."""
 
-    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def read(self, given: Given) -> list[Any]:
         """The argument that carries each returned value in; None where nothing is carried."""
         streams = () if self.segment is None else self.segment.stack.streams
-        places = [self.places.get(stream.parameter or "") for stream in streams]
-        return [None if at is None else args[at] if isinstance(at, int) else kwargs[at] for at in places]
+        return [given.at(self.places.get(stream.parameter or "")) for stream in streams]
 
 
 @dataclass(eq=False)
@@ -147,17 +148,16 @@ class BlockCall:
     output: Any = None
 
     @property
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, value) for name, value in self.arguments.items() if isinstance(value, torch.Tensor)]
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in self.arguments.items() if isinstance(value, torch.Tensor)}
 
 
 class _Flow:
     """What the calls of one stack hand on, from each to the next."""
 
     def __init__(self, stack: BlockStack) -> None:
-        self._stack, self._segment = stack, Segment(stack)
-        self._last: BlockCall | None = None
-        self._index, self._num_calls = -1, 0
+        self._segment, self._index, self._num_calls = Segment(stack), -1, 0
+        self._last = BlockCall({}, 0)
         self._handed_on: set[tuple[int, str]] = set()
         """Place in the output and parameter that took the very tensor."""
         self._alike: dict[int, set[str]] = {}
@@ -167,30 +167,28 @@ class _Flow:
 
     def enter(self, index: int, call: BlockCall) -> Segment:
         """The segment of a call. Another one starts if the list starts again or hands on another shape."""
-        if not (self._last is not None and self._compare(self._last, call) and index > self._index):
-            self._segment = Segment(self._stack)
+        if self._num_calls and not (self._compare(self._last, call) and index > self._index):
+            self._segment = Segment(self._segment.stack)
         self._last, self._index, self._num_calls = call, index, self._num_calls + 1
         return self._segment
 
     def _compare(self, last: BlockCall, call: BlockCall) -> bool:
         """Learn from two calls in a row. Whether what is handed on has the same shapes."""
-        has_same_shapes, returned = True, output_values(last.output)
-        for name, value in call.tensors:
+        returned = output_values(last.output)
+        for name, value in call.tensors.items():
             before = last.arguments.get(name)
             taken = {(place, name) for place, other in enumerate(returned) if other is value}
             self._handed_on |= taken
             if taken or not (value is before or nested.equal(value, before)):  # Blocks may write into arguments.
                 self._changing.add(name)
-            has_same_shapes = has_same_shapes and (before is None or alike(before, value))
-        return has_same_shapes
+        return all(alike(last.arguments.get(name, value), value) for name, value in call.tensors.items())
 
     def leave(self, output: Any) -> None:
-        assert self._last is not None
         self._last.output = output
         for place, value in enumerate(output_values(output)):
             if isinstance(value, torch.Tensor):
                 form = value.shape, value.dtype
-                names = {name for name, other in self._last.tensors if (other.shape, other.dtype) == form}
+                names = {name for name, other in self._last.tensors.items() if (other.shape, other.dtype) == form}
                 self._alike[place] = self._alike.get(place, names) & names
 
     def streams(self, parameters: Sequence[str], count: int) -> tuple[Stream, ...]:
@@ -213,7 +211,8 @@ class _Flow:
 
 
 class Watcher:
-    """A pass that lets every block compute, and notes what the blocks are given and return."""
+    """A pass that lets every block compute, and notes what the blocks are given and return. What a gated module calls
+    is its own business."""
 
     def __init__(self, model: torch.nn.Module, anatomy: Anatomy, *, keeps_calls: bool = False) -> None:
         """`keeps_calls`: keep the first call of every block."""
@@ -223,7 +222,7 @@ class Watcher:
         self.blocks: list[str] = []
         """The paths of the blocks in the order in which they ran."""
         self._seen: list[Call] = []
-        self._open: list[Call] = []
+        self._depth = 0
         self._flows: dict[str, _Flow] = {}
         self._first: dict[Segment, Given] = {}
         """Copies of the arguments of the first call of each: blocks may overwrite them."""
@@ -237,21 +236,23 @@ class Watcher:
             yield
 
     def enter(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        call = Call(gate, is_inner=bool(self._open))
-        self._seen.append(call)
-        self._open.append(call)
-        if gate.stack is not None:
-            with self._noting():
-                self._enter_block(call, gate.stack, Given(module, args, kwargs))
+        self._depth += 1
+        if self._depth == 1:
+            self._seen.append(Call(gate))
+            if gate.stack is not None:
+                with self._noting():
+                    self._enter_block(self._seen[-1], gate.stack, Given(module, args, kwargs))
         return NOT_BYPASSED
 
     def leave(self, gate: Gate, module: torch.nn.Module, output: Any) -> None:
-        call = self._open.pop()
-        with self._noting():
-            call.returned = nested.without_data(output)
-            if call.segment is not None and self._failure is None:
-                self._flows[gate.path].leave(output)
-                self._last_output[call.segment] = output
+        self._depth -= 1
+        if self._depth == 0:
+            call = self._seen[-1]
+            with self._noting():
+                call.returned = nested.without_data(output)
+                if call.segment is not None and self._failure is None:
+                    self._flows[gate.path].leave(output)
+                    self._last_output[call.segment] = output
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
@@ -263,7 +264,7 @@ class Watcher:
 
     def _enter_block(self, call: Call, stack: BlockStack, given: Given) -> None:
         call.places = stack.places(*given)
-        block = BlockCall(stack.arguments(*given), len(given.args))
+        block = BlockCall({name: given.at(place) for name, place in call.places.items()}, len(given.args))
         path = stack.block_paths[call.gate.index]
         self.blocks.append(path)
         if self._keeps_calls:
@@ -279,25 +280,20 @@ class Watcher:
         if self._failure is not None:
             raise self._failure
         known = {stack.path: stack for stack in self._structure.stacks}
-        spans: dict[str, tuple[int, int]] = {}
-        """By list: when it ran first and last."""
+        moments: dict[str, list[int]] = defaultdict(list)
         for moment, call in enumerate(self._seen):
-            spans[call.gate.path] = spans.get(call.gate.path, (moment,))[0], moment
-
-        def is_beside(path: str) -> bool:
-            inside = (spans[other][0] < spans[path][0] < spans[other][1] for other in spans if other in known)
-            return path in self._structure.side or any(inside)
-
-        side = tuple(path for path in spans if is_beside(path))
-        ran = [known[path] for path in spans if path in known and path not in side]
+            moments[call.gate.path].append(moment)
+        spans = [own for path, own in moments.items() if path in known]
+        inside = {path for path, own in moments.items() if any(span[0] < own[0] < span[-1] for span in spans)}
+        side = tuple(path for path in moments if path in inside.union(self._structure.side))
+        ran = tuple(self._with_streams(known[path]) for path in moments if path in known and path not in side)
         if not ran:
             raise ModelError(
                 f"No block of {self._structure.model_class} ran, in {', '.join(map(repr, known))}; expected at "
                 "least one stack to run. Probe the model before attaching hooks that skip blocks, with inputs that "
                 "reach the blocks."
             )
-        idle = tuple(path for path in known if path not in spans)
-        return replace(self._structure, stacks=tuple(map(self._with_streams, ran)), side=side, idle=idle)
+        return replace(self._structure, stacks=ran, side=side)
 
     def _with_streams(self, stack: BlockStack) -> BlockStack:
         """The stack as its blocks ran; what was declared stays as declared."""
@@ -323,24 +319,22 @@ class Watcher:
         """The trace with the residuals of its forward; ModelError if the forward cannot be understood."""
         anatomy = self.anatomy()
         stacks = {stack.path: stack for stack in anatomy.stacks}
-        outer = [call for call in self._seen if not call.is_inner]
-        moments: dict[Segment, list[int]] = defaultdict(list)
-        for moment, call in enumerate(outer):
+        segments: dict[Segment, list[Call]] = defaultdict(list)
+        for call in self._seen:
             if call.segment is not None and call.gate.path in stacks:
-                moments[call.segment].append(moment)
+                segments[call.segment].append(call)
             else:
                 call.segment = None
-        if not moments:
-            raise ModelError("its blocks run inside each other, so none of them can be skipped")
         residuals: Tensors = []
-        for segment, own in moments.items():
+        for segment, own in segments.items():
             segment.stack, segment.slot = stacks[segment.stack.path], len(residuals)
-            outer[own[0]].is_first = outer[own[-1]].is_last = True
-            arguments = segment.stack.arguments(*self._first[segment])
-            inputs = [arguments.get(stream.parameter or "") for stream in segment.stack.streams]
-            residuals += added(inputs, self._last_output[segment])
-        spans = [(own[0], own[-1]) for own in moments.values()]
-        calls = [call for moment, call in enumerate(outer) if any(one <= moment <= end for one, end in spans)]
+            own[0].is_first = own[-1].is_last = True
+            residuals += added(own[0].read(self._first[segment]), self._last_output[segment])
+        num_open, calls = 0, list[Call]()
+        for call in self._seen:
+            num_open += call.is_first
+            calls += [call] if num_open else []
+            num_open -= call.is_last
         leader = next(call for call in calls if call.is_first)
-        trace = Trace(tuple(calls), tuple(moments), leader, anatomy.side)
-        return Watched(trace, residuals, {segment: self._first[segment] for segment in moments})
+        trace = Trace(tuple(calls), tuple(segments), leader, anatomy.side)
+        return Watched(trace, residuals, {segment: self._first[segment] for segment in segments})

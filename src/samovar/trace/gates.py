@@ -16,7 +16,7 @@ import torch
 from ..arch.blocks import Anatomy, BlockStack
 from ..arch.modules import is_container, named_parts
 from ..core.errors import SettingError
-from ..hooks import NOT_BYPASSED, Handle, HookOrder, HookRegistry, ModelHook, watched
+from ..hooks import NOT_BYPASSED, Handle, HookOrder, ModelHook, install_hook, watched
 from ..hooks.handle import for_now
 
 
@@ -40,8 +40,8 @@ class Gate(ModelHook):
     order = HookOrder.CACHE
     may_be_left_out = True  # Without a pass it does nothing, and with one the forward is not replayed.
 
-    def __init__(self, active: _Active, path: str, stack: BlockStack | None, index: int) -> None:
-        self._active = active
+    def __init__(self, gates: Gates, path: str, stack: BlockStack | None = None, index: int = 0) -> None:
+        self._gates = gates
         self.path = path
         """Path of the list that holds the module, or of the module itself outside a list."""
         self.stack = stack
@@ -49,12 +49,11 @@ class Gate(ModelHook):
         self.index = index
 
     def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        running = self._active.running
+        running = self._gates.running
         return NOT_BYPASSED if running is None else running.enter(self, module, args, kwargs)
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        running = self._active.running
-        if running is not None:
+        if running := self._gates.running:
             running.leave(self, module, output)
         return output
 
@@ -64,27 +63,22 @@ class Gates(Handle):
 
     def __init__(self, model: torch.nn.Module, structure: Anatomy, hook_name: str) -> None:
         super().__init__()
-        self.model = model
         self._active = _Active()
         self._hook_name = hook_name
         self.by_module: dict[torch.nn.Module, Gate] = {}
-        self._undo.callback(self.by_module.clear)
-        try:
+        with self._undo:
+            self._undo.callback(self.by_module.clear)
             for stack in structure.stacks:
                 for index, block in enumerate(stack.modules(model)):
-                    self._put(block, Gate(self._active, stack.path, stack, index))
+                    self._put(block, Gate(self, stack.path, stack, index))
             for path, module in _other_modules(model, structure):
                 with contextlib.suppress(SettingError):  # Without a gate it runs at every step, which is harmless.
-                    self._put(module, Gate(self._active, path, None, 0))
-        except BaseException:
-            self.detach()
-            raise
+                    self._put(module, Gate(self, path))
+            self._undo = self._undo.pop_all()
 
     def _put(self, module: torch.nn.Module, gate: Gate) -> None:
-        registry = HookRegistry.get_or_create(module)
-        if self._hook_name not in registry:  # A block that is held twice has one gate.
-            registry.register_hook(self._hook_name, gate)
-            self._undo.callback(registry.remove_hook, self._hook_name)
+        if module not in self.by_module:  # A block that is held twice has one gate.
+            install_hook(self._undo, module, self._hook_name, gate)
             self.by_module[module] = gate
 
     @contextlib.contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from ..arch.modules import tensor_bytes
 from ..core import nested
 from ..core.interop import compute_dtype, memory_of
 from ..core.tensor_parts import is_plain, is_strided
@@ -68,8 +70,7 @@ class MetaCopier(Copier):
             twin._parameters["weight"] = torch.nn.Parameter(packed, requires_grad=False)
             answer(twin, functools.partial(_dequantised, twin))
         elif dtype is not None:
-            num_bytes = sum(parameter.nbytes for parameter in twin._parameters.values() if parameter is not None)
-            answer(twin, functools.partial(_cast, num_bytes))
+            answer(twin, functools.partial(_cast, tensor_bytes([twin])))
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         return without_values(tensor) if isinstance(tensor, torch.nn.Parameter) else with_few_values(tensor)
@@ -99,8 +100,9 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
         """Bytes of what was made inside and is still held."""
-        self.peak_bytes = 0
-        """The most of it since this was last set."""
+        self.peaks: Counter[str] = Counter()
+        """The most of it, by who was running."""
+        self._running = ""
         self._is_paused = False
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._fused = _Fused()
@@ -118,6 +120,11 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Inside, operations are as usual, and what they make is not counted."""
         return for_now(self, _is_paused=True)
 
+    def runs(self, name: str) -> None:
+        """From now on this is running."""
+        self._running = name
+        self.peaks[name] = max(self.peaks[name], self.num_bytes)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._is_paused:
@@ -132,16 +139,15 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, num_bytes = storage._cdata, -(-storage.nbytes() // _ROUNDING) * _ROUNDING
-        if key in self._storages:
-            return
 
         def free(_: Any) -> None:
             del self._storages[key]
             self.num_bytes -= num_bytes
 
-        self._storages[key] = weakref.ref(storage, free)
-        self.num_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        if key not in self._storages:
+            self._storages[key] = weakref.ref(storage, free)
+            self.num_bytes += num_bytes
+            self.runs(self._running)
 
 
 def _run(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:

@@ -6,7 +6,6 @@ weights are elsewhere, loads none: the twin has copies of the few that lead to t
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -83,37 +82,21 @@ class ModulatedInput:
 
     def _stop(self, path: str, raw: torch.Tensor, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Called in place of a module where the signal may be read."""
-        if self.path in (None, path):
-            value = _stream_among((*args, *kwargs.values()), self._form)
-            is_raw = self.path is None and value is not None and value.shape == raw.shape and torch.equal(value, raw)
-            if value is not None and not is_raw:
-                raise _Reached(path, value)
+        value = _stream_among((*args, *kwargs.values()), self._form) if self.path in (None, path) else None
+        # What is the stream itself may be read only where something else was found first.
+        if value is not None and (self.path is not None or value.shape != raw.shape or not torch.equal(value, raw)):
+            raise _Reached(path, value)
         return forward(*args, **kwargs)
 
     def _find(self, given: Given) -> None:
-        """Where the signal is read, and which parts of the block have no effect on it."""
-        outputs: dict[str, Any] = {}
+        """Where the signal is read."""
         before, found = given.copied(), list[_Reached | None]()
-        with contextlib.ExitStack() as handles:
-            for name, part in self._twin.named_children():
-                note = partial(lambda name, _, args, output: outputs.setdefault(name, output), name)
-                handles.enter_context(part.register_forward_hook(note))
-            is_random = draws_random_numbers(lambda: found.append(self._run(before)))
+        is_random = draws_random_numbers(lambda: found.append(self._run(before)))
         if is_random or found[0] is None:  # It would draw them at every step, and then differ from the block.
             return
         # A block that writes into its arguments on the way gets copies of them.
         self._copies_arguments = not nested.equal((before.args, before.kwargs), (given.args, given.kwargs))
         self.path = found[0].path
-        for name, output in outputs.items():
-            if nested.is_transparent(output) and all(tensor.is_floating_point() for tensor in nested.tensors(output)):
-                part = self._twin.get_submodule(name)
-                # If what it returns matters at another step after all, the signal is NaN, and the step is computed.
-                self._twin._modules[name] = _Constant(nested.map_tensors(_nan, output))
-                reached = self._run(given)
-                if reached is None or not torch.equal(reached.value, found[0].value):
-                    self._twin._modules[name] = part
-                else:
-                    free(part)
 
     def _run(self, given: Given) -> _Reached | None:
         if self._copies_arguments:
@@ -129,21 +112,6 @@ class ModulatedInput:
         return None
 
 
-class _Constant(torch.nn.Module):
-    """Stands for a part of a block that has no effect on its modulated input."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self.value = value
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.value
-
-
-def _nan(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.new_full((), torch.nan).expand(tensor.shape)
-
-
 def _stops(block: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Where the signal may be read: at attentions and the projections in them; without any, at all projections."""
     attentions = attention_modules(block)
@@ -157,11 +125,7 @@ def _stops(block: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 def _stream_among(given: Sequence[Any], form: torch.Size) -> torch.Tensor | None:
     """The argument that holds the stream: by shape, by size, or as part of a longer one."""
-
-    def rank(tensor: torch.Tensor) -> int:
-        is_longer = tensor.shape[-1:] == form[-1:] and tensor.numel() > form.numel()
-        return (tensor.shape == form, tensor.numel() == form.numel(), is_longer, True).index(True)
-
     tensors = [value for value in given if isinstance(value, torch.Tensor) and value.is_floating_point()]
-    found = min(tensors, key=rank, default=None)
-    return None if found is None or rank(found) == 3 else found
+    longer = [t for t in tensors if t.shape[-1:] == form[-1:] and t.numel() > form.numel()]
+    alike = [t for t in tensors if t.numel() == form.numel()]
+    return next(iter([*(t for t in alike if t.shape == form), *alike, *longer]), None)

@@ -10,6 +10,7 @@ import torch
 
 from ..arch.blocks import Anatomy, find_anatomy
 from ..arch.modules import unwrapped
+from ..core import nested
 from ..core.errors import ModelError
 from .forward import Watcher
 from .gates import Gates
@@ -37,13 +38,12 @@ def probe_anatomy(model: torch.nn.Module, inputs: Inputs, later_inputs: Inputs |
     watcher = Watcher(model, anatomy)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), Gates(model, anatomy, "probe") as gates:
         with gates.asking(watcher):  # Some models empty the lists that they are given.
-            output = model(**{name: list(value) if type(value) is list else value for name, value in inputs.items()})
-        anatomy = watcher.anatomy()
-        paths = [stack.path for stack in anatomy.stacks]
-        anatomy = replace(anatomy, leader=anatomy.leader if anatomy.leader in paths else paths[0])
+            output = model(**nested.map_tensors(lambda tensor: tensor, dict(inputs)))
+        leader, anatomy = anatomy.leader, watcher.anatomy()
         if later_inputs is not None:
             watched = watcher.watched()
             given = {**later_inputs, **{name: value for name, value in inputs.items() if name in _TIME}}
             rehearse(model, gates.by_module, watched, ((), dict(inputs)), output, lambda with_time: ((), given))
-            anatomy = replace(anatomy, leader=watched.trace.leader.gate.path)
-    return anatomy
+            return replace(anatomy, leader=watched.trace.leader.gate.path)
+    paths = [stack.path for stack in anatomy.stacks]
+    return replace(anatomy, leader=leader if leader in paths else paths[0])

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
 from ..arch.blocks import Anatomy, Coverage, coverage, find_anatomy
 from ..arch.components import Role
-from ..arch.gguf_file import read_gguf
 from ..arch.modules import main_dtype, tensor_bytes, unwrapped
 from ..arch.quantised import as_stored
 from ..arch.skeleton import Part, Parts, loaded_parts, read_skeleton
 from ..core.interop import declared_plans
 from ..core.quantisers import quantised_as
-from ..core.tensor_parts import problem_of
 
 
 @dataclass(frozen=True)
@@ -64,24 +60,8 @@ class ModelReport:
 
 
 def survey(source: str) -> ModelReport:
-    """Read a model folder, a GGUF file, or a diffusers class by its name."""
-    if source.endswith(".gguf") and Path(source).expanduser().is_file():
-        return _report_file(source)
+    """Read a model folder, or a diffusers class by its name."""
     return _report(source, *read_skeleton(source))
-
-
-def _report_file(source: str) -> ModelReport:
-    """What a GGUF file holds. It has weights and their names, and not what they are the weights of."""
-    file = read_gguf(source)
-    count, num_bytes = sum(map(math.prod, file.shapes.values())), sum(file.num_bytes.values())
-    part = ComponentReport(file.name, file.role, file.architecture, count, num_bytes, quantization=file.kind)
-    works, why = None, "does not say how its model is built: plan or generate with the model's folder and this file"
-    if file.role != "denoiser":
-        works = False
-        why = "of a text encoder cannot be loaded by diffusers: generate with the model's folder and a kind"
-    why = f"a GGUF file {why} as --quantization"
-    features = [FeatureReport(name, works, why) for name in ("step cache", "layerwise offload")]
-    return ModelReport(source, f"GGUF file of {file.architecture}", file.types[0], (part,), tuple(features))
 
 
 def survey_pipeline(pipeline: Any) -> ModelReport:
@@ -114,17 +94,19 @@ def _report_component(name: str, part: Part) -> ComponentReport:
 
 
 def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator[FeatureReport]:
-    denoisers = [part for part in components if part.role == "denoiser"]
+    by_role = {role: [part for part in components if part.role == role] for role in get_args(Role)}
+    denoisers, encoders = by_role["denoiser"], by_role["encoder"]
     num_blocks = sum(len(stack) for part in denoisers if part.anatomy for stack in part.anatomy.stacks)
-    unmovable, blockless = _unmovable(parts), _without_blocks(denoisers)
+    blockless = _without_blocks(denoisers)
     forecast = f"steps of {_named(denoisers)} are forecast and corrected" if denoisers else "there is no denoiser"
     yield FeatureReport("step cache", bool(denoisers), forecast)
-    streamed = not unmovable, unmovable or f"{num_blocks} blocks can be streamed"
-    yield FeatureReport("layerwise offload", *(streamed if num_blocks else blockless))
-    encoders = [part for part in components if part.role == "encoder"]
-    turns = f"the denoiser takes turns with {_named(encoders)}" if denoisers and encoders else ""
-    why = unmovable if turns else "a denoiser and an encoder that can take turns are needed"
-    yield FeatureReport("model offload", not why, why or turns)
+    yield FeatureReport(
+        "layerwise offload", *((True, f"{num_blocks} blocks can be streamed") if num_blocks else blockless)
+    )
+    takes_turns = bool(denoisers and encoders)
+    turns = f"the denoiser takes turns with {_named(encoders)}"
+    needs = "a denoiser and an encoder that can take turns are needed"
+    yield FeatureReport("model offload", takes_turns, turns if takes_turns else needs)
     planned = ", ".join(name for name, part in parts.items() if declared_plans(part.cls))
     source = f"comes with {planned}" if planned else "is derived from the stacks and checked before use"
     is_split = planned or num_blocks
@@ -141,14 +123,3 @@ def _without_blocks(denoisers: Iterable[ComponentReport]) -> tuple[bool | None, 
     if unbuilt:
         return None, f"unknown without a checkpoint, which says how {unbuilt} is built; give a model's folder"
     return False, "no stack of blocks was found; declare one with register_declaration"
-
-
-def _unmovable(parts: Parts) -> str:
-    """Why the components cannot all be offloaded, if weights are loaded that nobody can move."""
-    modules = [(name, part.module) for name, part in parts.items() if part.module is not None]
-    for name, module in modules:
-        for path, tensor in (*module.named_parameters(), *module.named_buffers()):
-            problem = None if tensor.is_meta else problem_of(tensor)
-            if problem:
-                return f"{name}.{path} {problem}; leave {name} out: exclude={name!r}"
-    return ""

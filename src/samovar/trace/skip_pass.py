@@ -62,18 +62,18 @@ class StepPass:
         return list(itertools.chain.from_iterable(parts))
 
     def enter(self, gate: Gate, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        call = self._next(gate)
+        call, given = self._next(gate), Given(module, args, kwargs)
         if call is None:
             return NOT_BYPASSED
         try:
-            inputs = call.read(args, kwargs)
+            inputs = call.read(given)
         except (IndexError, KeyError):
             self._lose(f"a block of {gate.path!r} got other arguments than in the traced forward")
             return NOT_BYPASSED
         if call is self._trace.leader and self._choose is not None:
-            self.mode = self._choose(Given(module, args, kwargs))
+            self.mode = self._choose(given)
         if call.is_first and call.segment is not None:
-            self.inputs[call.segment] = [v.clone() if isinstance(v, torch.Tensor) else v for v in inputs]
+            self.inputs[call.segment] = nested.map_tensors(torch.clone, inputs)
         if self.mode == "skip":
             return filled(call.returned, self._handed_on(call, inputs), (*args, *kwargs.values()))
         self._current = call
@@ -163,16 +163,20 @@ def rehearse(
     nothing can be skipped."""
     trace, residuals, first_calls = watched
     with _refusing("a trial of the model failed"), contextlib.closing(Replay(model, gates, trace)) as replay:
-        same = StepPass(trace, "skip", residuals)
+
+        def skip_another(step: StepPass, with_time: bool) -> None:
+            with trial(given):
+                replay.skip(step, *perturb(with_time))
+
+        same, other = StepPass(trace, "skip", residuals), StepPass(trace, "skip", residuals)
         skipped = replay.skip(same, *given)
         if same.lost is not None:
             raise ModelError(f"the blocks are not called in the same order each time: {same.lost}")
         difference = nested.difference(skipped, output)
         if not difference <= tolerance(residuals):
             raise ModelError(f"a skipped step differs from a computed one by {difference:.1e} where they should agree")
-        other = StepPass(trace, "skip", residuals)
         with _refusing("could not test which blocks depend on the sample"):
-            _skip_another(replay, other, given, partial(perturb, False))
+            skip_another(other, False)
         _find_leader(trace, declaration_for(model).leader, same, other)
         later: list[Given] = []
 
@@ -181,7 +185,7 @@ def rehearse(
             return "skip"
 
         with contextlib.suppress(TrialFailed):  # Some models refuse that time.
-            _skip_another(replay, StepPass(trace, "skip", residuals, note), given, partial(perturb, True))
+            skip_another(StepPass(trace, "skip", residuals, note), True)
     assert trace.leader.segment is not None
     return first_calls[trace.leader.segment], next(iter(later), None)
 
@@ -194,13 +198,6 @@ def _refusing(what: str) -> Iterator[None]:
         raise ModelError(f"{what} ({error})") from error
 
 
-def _skip_another(replay: Replay, step: StepPass, given: Any, perturbed: Callable[[], tuple[Any, Any]]) -> None:
-    """Skip a step with other arguments."""
-    with trial(given):
-        other = perturbed()
-    replay.skip(step, *other)
-
-
 def _find_leader(trace: Trace, declared: str | None, same: StepPass, other: StepPass) -> None:
     """The first segment that another sample reaches leads, unless one is declared."""
     starts = {call: _moved(call.segment, same, other) for call in trace.calls if call.is_first}
@@ -208,8 +205,7 @@ def _find_leader(trace: Trace, declared: str | None, same: StepPass, other: Step
     if not leaders:
         raise ModelError("the sample reaches none of its blocks directly, so nothing shows how it changes")
     trace.leader = leaders[0]
-    streams = starts[trace.leader]
-    trace.stream = streams.index(True) if True in streams else 0
+    trace.stream = starts[trace.leader].index(True) if any(starts[trace.leader]) else 0
 
 
 def _moved(segment: Segment | None, same: StepPass, other: StepPass) -> list[bool]:

@@ -169,20 +169,14 @@ class Copier:
         if isinstance(value, types.MethodType):
             return types.MethodType(value.__func__, inner(value.__self__))
         if isinstance(value, functools.partial):
-            named = {name: inner(each) for name, each in value.keywords.items()}
-            return functools.partial(inner(value.func), *map(inner, value.args), **named)
+            return functools.partial(inner(value.func), *inner(value.args), **inner(value.keywords))
         if type(value) in (list, tuple, set, deque):
             return type(value)(map(inner, value))
         if type(value) in (dict, OrderedDict):
             return type(value)((key, inner(item)) for key, item in value.items())
         try:
             if isinstance(value, types.FunctionType):
-                cells = tuple(types.CellType(inner(cell.cell_contents)) for cell in value.__closure__ or ())
-                return (
-                    types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
-                    if cells
-                    else value
-                )
+                return _closing_over(value, inner) if value.__closure__ else value
             copied = copy.copy(value)
             if hasattr(copied, "__dict__"):
                 vars(copied).update({key: inner(item) for key, item in vars(value).items()})
@@ -195,6 +189,15 @@ class Copier:
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """What takes the place of a tensor that is no parameter of a module."""
         return tensor if isinstance(tensor, torch.nn.Parameter) or tensor.is_meta else tensor.detach().clone()
+
+
+def _closing_over(function: types.FunctionType, inner: Callable[[Any], Any]) -> types.FunctionType:
+    """A function with other values in its closure."""
+    cells = tuple(types.CellType(inner(cell.cell_contents)) for cell in function.__closure__ or ())
+    defaults = function.__defaults__
+    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, defaults, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def answer(twin: Module, by: Answer) -> None:
