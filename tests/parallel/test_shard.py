@@ -140,5 +140,5 @@ def names() -> list[list[str]]:
 
 def test_hooks_have_the_names_that_users_know(on_ranks: OnRanks) -> None:
     first, last = on_ranks(2, names)[0]
-    assert first == ["sp_input---blocks.0", "sp_input---blocks.*", "sequence_parallel_block"]
-    assert last == ["sp_input---blocks.*", "sp_output---blocks.2", "sequence_parallel_block"]
+    assert first == ["sequence_parallel_block", "sp_input---blocks.*", "sp_input---blocks.0"]
+    assert last == ["sequence_parallel_block", "sp_input---blocks.*", "sp_output---blocks.2"]

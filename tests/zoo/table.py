@@ -29,7 +29,7 @@ and compare what is found with this table, which `make models-table` writes from
 - *Sees time alone* is the share of the weights that is computed ahead of the steps under
   [offload](../guides/offload.md#layers-that-see-time-alone), of the model that the class makes by default; "?" where it
   makes none. A model that is loaded is looked at by itself.
-- *Graphs* says whether its forwards can be [replayed](../guides/graphs.md), or what it waits for.
+- *Graphs* says whether its forwards can be [replayed](../guides/graphs.md), or why not.
 """
 TIME_ONLY = Path(__file__).with_name("time_only.json")
 """Written by `python -m zoo.time_shares`."""
@@ -74,7 +74,7 @@ def _row(name: str, cases: list[Case], time_only: float | None) -> str:
     stacks = "<br>".join(map(_stack, plain.stacks))
     side = ", ".join(f"`{path}`" for path in plain.side)
     share = "?" if time_only is None else f"{time_only:.0%}"
-    graphs = f"waits: {UNREPLAYED[name]}" if name in UNREPLAYED else "yes"
+    graphs = f"no: {UNREPLAYED[name]}" if name in UNREPLAYED else "yes"
     return f"| {name} | {variants} | {stacks} | {side} | {share} | {graphs} | {plain.notes} |"
 
 

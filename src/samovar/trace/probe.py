@@ -12,13 +12,13 @@ from ..arch.blocks import Anatomy, find_anatomy
 from ..arch.modules import unwrapped
 from ..core import nested
 from ..core.errors import ModelError
+from ..hooks import role_by_name
 from .forward import Watcher
 from .gates import Gates
 from .skip_pass import rehearse
 
 Inputs = Mapping[str, Any]
 """The keyword arguments of one forward of the model."""
-_TIME = ("timestep", "timesteps", "t", "sigma", "sigmas", "r_timestep")
 
 
 def probe_anatomy(model: torch.nn.Module, inputs: Inputs, later_inputs: Inputs | None = None) -> Anatomy:
@@ -42,7 +42,7 @@ def probe_anatomy(model: torch.nn.Module, inputs: Inputs, later_inputs: Inputs |
         leader, anatomy = anatomy.leader, watcher.anatomy()
         if later_inputs is not None:
             watched = watcher.watched()
-            given = {**later_inputs, **{name: value for name, value in inputs.items() if name in _TIME}}
+            given = {**later_inputs, **{name: value for name, value in inputs.items() if role_by_name(name) == "time"}}
             rehearse(model, gates.by_module, watched, ((), dict(inputs)), output, lambda with_time: ((), given))
             return replace(anatomy, leader=watched.trace.leader.gate.path)
     paths = [stack.path for stack in anatomy.stacks]
