@@ -122,7 +122,7 @@ def test_compare_begins_with_the_cache_that_is_recommended(
         (["compare", "--prompts", "nowhere.txt"], "'nowhere.txt' is neither a file of prompts"),
         (["compare", "--seeds", "0"], "--seeds 0"),
         (["compare", "--batch", "0"], "--batch 0"),
-        (["compare", "--steps", "0"], "--steps must be at least 1, not 0"),
+        (["compare", "--steps", "0"], "--steps 0; expected a whole number from 1 to"),
         (["calibrate", "emojis"], "Did you mean 'emoji'?"),
         (["tune", "--target-psnr", "200"], "--target-psnr 200.0; expected a number from 1.0 to 99.0"),
         (["tune", "--target-speedup", "0.5"], "--target-speedup 0.5"),

@@ -24,7 +24,7 @@ from samovar import cli
         (["--allowed-host", "http://a"], "--allowed-host ['http://a']; expected a host name such as example.com"),
         (["--request-timeout", "0"], "--request-timeout 0; expected a number of seconds above 0"),
         (["--max-pixels", "0"], "--max-pixels 0; expected a whole number"),
-        (["--default-steps", "0"], "--default-steps must be at least 1, not 0"),
+        (["--default-steps", "0"], "--default-steps 0; expected a whole number from 1 to"),
         (["--default-size", "huge"], "--default-size 'huge'; expected one such as 1024x1024"),
         (["--default-steps", "4", "--cache", '{"schedule": "#.#.#.#.#"}'], "--default-steps 4 is the default, but the"),
         (["--served-model-name", ""], "--served-model-name ['']; expected a name for clients"),

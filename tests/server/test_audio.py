@@ -72,7 +72,7 @@ def test_the_client_makes_sound(sounds: RunningServer) -> None:
 def test_refusals_name_the_field(sounds: RunningServer) -> None:
     with sounds.client() as http:
         for path, values, param, message in (
-            (GENERATE, {"audio_length": 301}, "audio_length", "makes at most 1.024 seconds of sound, not 301"),
+            (GENERATE, {"audio_length": 301}, "audio_length", "The audio has 301 seconds; the limit is 300"),
             (GENERATE, {"response_format": "midi"}, "response_format", "not 'midi'"),
             (GENERATE, {"input": " "}, "input", "input is empty"),
             (GENERATE, {"prompt": "rain"}, "prompt", "'prompt' is not a known field. Did you mean 'negative_prompt'?"),
@@ -84,4 +84,7 @@ def test_refusals_name_the_field(sounds: RunningServer) -> None:
             answer = http.post(path, json={**BODY, **values})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
             assert message in answer.json()["error"]["message"]
+        too_long = http.post(GENERATE, json={**BODY, "audio_length": 2})
+        assert too_long.status_code == 400, "the pipeline's own check"
+        assert "longer than the model maximum possible length (1.024)" in too_long.json()["error"]["message"]
         assert http.post("/v1/videos", json={"prompt": "a"}).json()["error"]["code"] == "unsupported_model"
