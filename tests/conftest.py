@@ -24,9 +24,14 @@ import torch
 import light
 
 torch.set_num_threads(1)
-light.hide_quantisers()
 
 LOCK = Path(__file__).parents[1] / "requirements.lock"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quantisers_hidden() -> None:
+    """From what tests start, not from the workers of xdist: they run tests themselves, and are started before any."""
+    light.hide_quantisers()
 
 
 @pytest.hookimpl(wrapper=True)
