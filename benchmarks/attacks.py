@@ -1,4 +1,4 @@
-"""How long do others wait while a server is attacked? Their latencies before and during each attack, in one run.
+"""Latencies of other clients before and during attacks on a server, in one run.
 
     python benchmarks/attacks.py [--seconds 8] [--clients 8] [--only NAME] [--json FILE]
 

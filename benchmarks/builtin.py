@@ -1,4 +1,4 @@
-"""How long until the built-in model's first picture? Beside importing diffusers' pipeline alone, in one run.
+"""Time to the built-in model's first image, beside importing diffusers' pipeline alone, in one run.
 
     python benchmarks/builtin.py [--json FILE] [--rounds 3]
 

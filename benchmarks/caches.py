@@ -1,4 +1,4 @@
-"""Whose curve is better? Our settings, fewer plain steps and other caches, on the same prompts, seeds and attention.
+"""Our settings, fewer plain steps and other caches, on the same prompts, seeds and attention.
 
     python benchmarks/caches.py emoji --steps 50 --device cuda --dtype float32 --batch 64 --json out/caches.json
     python benchmarks/caches.py ./flux --prompts mine.txt --test-prompts others.txt --json flux.json --plot flux.png

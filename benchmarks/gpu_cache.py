@@ -1,4 +1,4 @@
-"""What does a skipped step cost, and a computed one? TeaCache beside its peers, in one run, at full size.
+"""The cost of a skipped step and of a computed one: TeaCache beside its peers, in one run, at full size.
 
     python benchmarks/gpu_cache.py [--models flux qwen] [--repeats 40] [--json FILE] [--profile FILE] [--tiny]
     python benchmarks/gpu_cache.py --runs --json FILE    # whole runs only; the rest of the file stays as it is
@@ -276,7 +276,7 @@ def tuned() -> TeaCacheConfig:
 
 @torch.no_grad()
 def measure_runs(course: Course, skip_cost: float) -> Iterator[dict[str, Any]]:
-    """Whole runs, with the settings a user would give: do they gain what the count of their steps promises? GPUs slow
+    """Whole runs with the settings of a user, beside what the count of their steps promises. GPUs slow
     down as they get warm, and hosts have other work, so each run is made twice, between rows of bare steps."""
     device = course.device
     bare = Line(course.model, course.run)

@@ -1,4 +1,4 @@
-"""How fast are weights coded and decoded, and how small do they get? On a GPU, beside a plain copy of the same bytes.
+"""Speed and size of coded weights on a GPU, beside a plain copy of the same bytes.
 
     python benchmarks/gpu_coding.py [--quick] [--json benchmarks/results/gpu_coding.json]
 

@@ -1,4 +1,4 @@
-"""What does each feature cost or save on a GPU, alone and with the others? Whole runs, time and peak memory.
+"""What each feature costs or saves on a GPU, alone and with the others: whole runs, time and peak memory.
 
     python benchmarks/gpu_compose.py --json benchmarks/results/gpu_compose.json
     python benchmarks/gpu_compose.py --parts flux qwen omni      # what is run by default, in this order

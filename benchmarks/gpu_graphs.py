@@ -1,4 +1,4 @@
-"""What do graphs gain, alone and under a cache? Beside eager torch, torch.compile and other caches, in one run.
+"""What graphs gain, alone and under a cache, beside eager torch, torch.compile and other caches, in one run.
 
     python benchmarks/gpu_graphs.py --json FILE [--seconds 300] [--parts flux-512 ...] [--contestants ...] [--tiny]
 

@@ -1,4 +1,4 @@
-"""Does the lab work on a model that does not fit? FLUX.1 12B, random weights, within a memory budget.
+"""The lab on a model that does not fit: FLUX.1 12B, random weights, within a memory budget.
 
     PYTHONPATH=src:tests python benchmarks/gpu_lab.py --gpu-memory 8GiB --json FILE
     PYTHONPATH=src:tests python benchmarks/gpu_lab.py --tiny --device cpu --gpu-memory 2GiB --json FILE

@@ -1,4 +1,4 @@
-"""What does a LoRA adapter cost on a GPU? Loading it, switching to it, a step with it, and what of a step that is.
+"""The cost of a LoRA adapter on a GPU: loading it, switching to it, a step with it, and what of a step that is.
 
     python benchmarks/gpu_lora.py --json benchmarks/results/gpu_lora.json --seconds 500
     python benchmarks/gpu_lora.py --tiny                      # the same on a CPU, to see that it runs

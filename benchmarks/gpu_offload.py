@@ -1,4 +1,4 @@
-"""What does offload cost on a GPU? Ours beside diffusers' group offload and accelerate's whole-model swap, in one run.
+"""Offload on a GPU, beside diffusers' group offload and accelerate's whole-model swap, in one run.
 
     python benchmarks/gpu_offload.py --json benchmarks/results/gpu_offload.json
     python benchmarks/gpu_offload.py --parts flux peers qwen       # some of it; what else the file holds stays

@@ -1,4 +1,4 @@
-"""Which parts of a result are still to be made? Those of an earlier run are kept, each new one is written at once, and
+"""The parts of a result: those of an earlier run are kept, each new one is written at once, and
 none is begun that would not end in time."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What does it cost to stream a quantised model? Ours beside diffusers' group offload of the same model, in one run.
+"""Streaming a quantised model, beside diffusers' group offload of the same model, in one run.
 
     python benchmarks/gpu_quantised.py --json benchmarks/results/gpu_quantised.json
     python benchmarks/gpu_quantised.py --models flux --kinds int8 gguf-q4     # some of it; the rest of the file stays

@@ -1,4 +1,4 @@
-"""What do batches bring, with many clients? The engine's own queue and workers, without HTTP.
+"""Throughput with many clients, by the engine's own queue and workers, without HTTP.
 
     python benchmarks/gpu_serving.py --json benchmarks/results/gpu_serving.json --seconds 500
     python benchmarks/gpu_serving.py --tiny                   # all of it at tiny size on a CPU, to see that it runs

@@ -1,4 +1,4 @@
-"""What does each tier of host memory cost on this GPU? One model, saved to disk and loaded again, at several budgets.
+"""The cost of each tier of host memory: one model, saved to disk and loaded again, at several budgets.
 
     python benchmarks/gpu_tiers.py [--blocks 8] [--folder /scratch] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""Which goals do the figures of `gpu_graphs.py` meet? As a table, from its result or from a file with it.
+"""The goals that the figures of `gpu_graphs.py` meet, as a table, from its result or from a file with it.
 
 python benchmarks/graphs_goals.py FILE
 """

@@ -1,4 +1,4 @@
-"""How long is the host busy with a step, where forwards are replayed? On any machine: nothing is computed.
+"""The time of the host for a step where forwards are replayed, on any machine: nothing is computed.
 
     python benchmarks/graphs_host.py [--models flux qwen] [--contestants ...] [--steps 300] [--profile]
 

@@ -1,4 +1,4 @@
-"""What does a hook cost per call? Ours beside diffusers' own registry, in one run.
+"""The cost of a hook per call, beside diffusers' own registry, in one run.
 
     python benchmarks/hooks.py [--json FILE]
 

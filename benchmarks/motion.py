@@ -1,4 +1,4 @@
-"""What does skipping steps cost a video? Caches on the built-in Wan model, beside fewer plain steps, in one run.
+"""Skipped steps in videos: caches on the built-in Wan model, beside fewer plain steps, in one run.
 
     python benchmarks/motion.py [--json FILE] [--prompts 12] [--device cuda]
 

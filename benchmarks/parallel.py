@@ -1,4 +1,4 @@
-"""What does each way to share an attention cost, in time and bytes? Beside diffusers' own context parallel.
+"""Time and bytes of each way to share an attention, beside diffusers' own context parallel.
 
     python benchmarks/parallel.py [--ranks 2] [--tokens 1024] [--rounds 5] [--json FILE]
     python benchmarks/parallel.py --device cuda      the cost of a degree of one on a single GPU, which must be none

@@ -1,4 +1,4 @@
-"""What do skipped steps cost in quality, beside other caches and beside fewer plain steps? On the built-in model.
+"""Quality with skipped steps, beside other caches and fewer plain steps, on the built-in model.
 
     python benchmarks/quality.py --device cuda --dtype float32 --json benchmarks/results/quality.json
 

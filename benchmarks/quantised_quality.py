@@ -1,4 +1,4 @@
-"""What do quantised weights cost the images of the built-in model? Every kind that runs here, beside a cache.
+"""Quality of the built-in model with quantised weights: every kind that runs here, beside a cache.
 
     PYTHONPATH=src:tests python benchmarks/quantised_quality.py --json benchmarks/results/quantised_quality.json
 

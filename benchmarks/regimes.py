@@ -1,4 +1,4 @@
-"""How near do skipped steps stay, at any number of steps, guidance and sampler? Ours, peers' and fewer plain steps.
+"""Quality at any number of steps, guidance and sampler: our caches, peers and fewer plain steps.
 
     python benchmarks/regimes.py --captions reporting --device cuda --processes 12 --state FOLDER --json FILE
     python benchmarks/regimes.py --captions reporting --cells 28-4.5-pairs-euler --alone 6 --state FOLDER --json FILE

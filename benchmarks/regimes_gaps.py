@@ -1,4 +1,4 @@
-"""How far does `auto` skip at each step, for images that are easy and for images that are hard? As its own stats say.
+"""The gaps of `auto` at each step, for easy and for hard images, as its own stats say.
 
     python benchmarks/regimes_gaps.py --captions reporting --device cuda --json FILE
 

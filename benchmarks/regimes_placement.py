@@ -1,4 +1,4 @@
-"""Where should a few steps be computed: at even distances, or many of them at the beginning? Captions do not agree.
+"""Where to compute a few steps: at even distances, or many of them at the beginning. Captions do not agree.
 
     python benchmarks/regimes_placement.py --json FILE
 

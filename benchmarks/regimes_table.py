@@ -1,4 +1,4 @@
-"""What does the table of regimes say? Per cell: the best of the others at equal counts, our margins, the goals met.
+"""The table of regimes: per cell the best of the others at equal counts, our margins, the goals met.
 
     python benchmarks/regimes_table.py FILE              # Markdown, from the JSON that benchmarks/regimes.py writes
     python benchmarks/regimes_table.py FILE --methods    # and the figures of every method

@@ -1,4 +1,4 @@
-"""Does it keep its promises when things go wrong? The 26 tests of reliability with their figures, as a table.
+"""The 26 tests of reliability with their figures, as a table.
 
     python benchmarks/reliability.py [--only 1,5,20] [--soak-minutes 120] [--write docs/benchmarks/reliability.md]
     python benchmarks/reliability.py --device cuda [--write docs/benchmarks/reliability.md]  # those that a GPU changes

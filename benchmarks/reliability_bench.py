@@ -1,4 +1,4 @@
-"""What do the tests of reliability have in common? Servers that run tiny models, requests, and readings of memory."""
+"""What the tests of reliability share: servers that run tiny models, requests, and readings of memory."""
 
 from __future__ import annotations
 

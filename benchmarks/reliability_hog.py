@@ -1,4 +1,4 @@
-"""Who else is on the GPU? A process that takes all of its memory but some bytes, until its input ends.
+"""A process that takes all memory of the GPU but some bytes, until its input ends.
 
 python benchmarks/reliability_hog.py BYTES_TO_LEAVE
 """

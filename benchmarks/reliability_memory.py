@@ -1,4 +1,4 @@
-"""Does memory come back? After clients that go away, after a GPU that was full, and over a long time."""
+"""Memory that comes back: after clients that go away, after a GPU that was full, and over a long time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does the server cost per request, and how many pictures does it make? Beside a plain FastAPI loop, in one run.
+"""The cost of the server per request, and its throughput, beside a plain FastAPI loop, in one run.
 
     python benchmarks/server.py [--steps 8] [--rounds 10] [--clients 8] [--spells 5] [--json FILE]
 

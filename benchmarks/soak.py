@@ -1,4 +1,4 @@
-"""Does an engine hold for a long time? Replicas, batches, adapters and videos at once, and workers that are killed.
+"""A long run of an engine: replicas, batches, adapters and videos at once, and workers that are killed.
 
     python benchmarks/soak.py --device cuda --minutes 10 --json benchmarks/results/soak.json
     python benchmarks/soak.py --device cpu --minutes 2

@@ -1,4 +1,4 @@
-"""Do the declared versions hold? The tests with the oldest and newest libraries, as a table.
+"""The tests with the oldest and newest libraries that pyproject.toml allows, as a table.
 
     python benchmarks/versions.py [oldest] [newest] [PACKAGE==VERSION,...] [--write docs/reference/versions.md]
     python benchmarks/versions.py --here [--write docs/reference/versions.md]  # the environment that runs this

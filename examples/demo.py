@@ -1,4 +1,4 @@
-"""What do skipped steps look like? Twelve images and a clip by the built-in models, exact and cached: `make demo`."""
+"""Skipped steps, seen: twelve images and a clip by the built-in models, exact and cached: `make demo`."""
 
 from __future__ import annotations
 

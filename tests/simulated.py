@@ -1,4 +1,4 @@
-"""What stands for a CUDA graph where there is none? A list of operations with the memory that they used.
+"""Stands for a CUDA graph where there is none: a list of operations with the memory that they used.
 
 As a graph it knows nothing of Python: it does again what was done, where it was done, whatever has changed since. So
 on a CPU everything above runs the same, and a missing check gives the same wrong result. It gains nothing: it is for

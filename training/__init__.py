@@ -1,1 +1,1 @@
-"""How was the built-in model made? Data, tokenizers, training, evaluation and export, in order."""
+"""How the built-in model was made: data, tokenizers, training, evaluation and export, in order."""

@@ -1,4 +1,4 @@
-"""What is kept between two calls? Full state to go on from exactly, and small files to ship.
+"""What is kept between two calls: full state to go on from exactly, and small files to ship.
 
 A checkpoint is one safetensors file with every buffer, and with the step, the seconds spent and
 the settings in its header. It is replaced in one move, so that a killed run leaves the last whole

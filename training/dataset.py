@@ -121,7 +121,7 @@ def slug(label: str) -> str:
 
 
 def wanted(emoji: dict[str, Any]) -> bool:
-    """Is this emoji taken? Skin tones sit inside others and are never seen here."""
+    """Whether this emoji is taken. Skin tones sit inside others and are never seen here."""
     return (
         emoji.get("group") in GROUPS
         and emoji.get("subgroup") not in SKIPPED_SUBGROUPS

@@ -1,4 +1,4 @@
-"""How do hundreds of weights become one vector? Layout of named tensors in a flat buffer.
+"""Hundreds of weights as one vector: the layout of named tensors in a flat buffer.
 
 With one buffer the clipping, the optimiser and the average are a few operations on long vectors,
 and equal matrices that Muon orthogonalises lie side by side, ready to be treated as one batch.

@@ -1,4 +1,4 @@
-"""What do the three networks compute? The same numbers as diffusers and transformers, in few ops.
+"""The forwards of the three networks: the same numbers as diffusers and transformers, in few ops.
 
 Pure functions over a dictionary of weights named as in `models.py`. Against the classes they
 save time in training only: projections that share an input are one product, rotary pairs are

@@ -49,7 +49,7 @@ class Stage(Protocol):
     def use_compiled(self, on: bool) -> None: ...
 
     capturable: bool
-    """Does a step depend on nothing but its batch and the optimiser's numbers?"""
+    """Whether a step depends on nothing but its batch and the optimiser's numbers."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which networks are these settings? Builds them as diffusers and transformers classes.
+"""Builds the networks of the settings, as diffusers and transformers classes.
 
 They hold the initial weights and take the trained ones for export. Between the two the flow
 stage computes with the functions of `forward.py` over the same parameter names.

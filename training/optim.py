@@ -1,4 +1,4 @@
-"""How is a step taken? Muon for the blocks' matrices, AdamW for all else, and a running average.
+"""The optimisers: Muon for the blocks' matrices, AdamW for all else, and a running average.
 
 Everything lives in flat buffers on one device and every number that changes from step to step is
 read from a small tensor, so that a whole step can be captured and replayed.

@@ -1,4 +1,4 @@
-"""What is trained, and how? The sizes of the model and the settings of the two stages."""
+"""The sizes of the model and the settings of the two stages."""
 
 from __future__ import annotations
 

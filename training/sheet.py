@@ -1,4 +1,4 @@
-"""How do many pictures fit on one page? A contact sheet with a caption under each."""
+"""A contact sheet: many images on one page, with a caption under each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pieces do the two text encoders read? Trains the CLIP and T5 tokenizers on the captions.
+"""Trains the CLIP and T5 tokenizers on the captions.
 
     python -m training.vocabulary --data data --out tokenizers
 

@@ -1,4 +1,4 @@
-"""What does the code say about itself? Settings, names, commands, errors and the source tree, read from the source."""
+"""What the code says about itself: settings, names, commands, errors and the source tree, read from the source."""
 
 from __future__ import annotations
 

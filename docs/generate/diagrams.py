@@ -1,4 +1,4 @@
-"""How do the parts work together? The diagrams of the concept pages, as SVG that needs nothing from elsewhere.
+"""The diagrams of the concept pages, as SVG that needs nothing from elsewhere.
 
 python -m docs.generate.diagrams    # writes docs/images/diagram-*.svg
 """

@@ -1,4 +1,4 @@
-"""How do the results look? Every plot of the site, and the one at the top of the README.
+"""Every plot of the site, and the one at the top of the README.
 
 python -m docs.generate.plots    # writes docs/images/headline.svg, which the README shows
 """

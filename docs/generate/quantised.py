@@ -1,4 +1,4 @@
-"""Which figures does the documentation show of quantised weights? As planned, and as measured."""
+"""The figures that the documentation shows of quantised weights, as planned and as measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do quality and gaps look in every regime? Drawn from what benchmarks/regimes.py and regimes_gaps.py write.
+"""Plots of quality and gaps in every regime, drawn from what benchmarks/regimes.py and regimes_gaps.py write.
 
 python -m docs.generate.regimes_plots REGIMES.json GAPS.json --output FOLDER    # another file's plots, elsewhere
 """

@@ -1,4 +1,4 @@
-"""What do the benchmark results say? Reads `benchmarks/results/*.json`."""
+"""Reads the benchmark results, `benchmarks/results/*.json`."""
 
 from __future__ import annotations
 

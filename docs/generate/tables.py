@@ -1,4 +1,4 @@
-"""Which figures does the documentation show? Every table of measured values, made from the results.
+"""Every table of measured values in the documentation, made from the results.
 
 python -m docs.generate.tables    # writes the table at the top of the README
 """

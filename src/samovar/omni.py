@@ -179,7 +179,7 @@ class Omni(_Model):
         for one, base in zip(prompts, _params_of(prompts, sampling_params, sampling_params_list), strict=True):
             try:
                 request = request_of(one, params.over(base), **how, num_previews=num_previews if stream else 0)
-                made.append(request if stream else worker.facts.check(request))  # In a stream, it is told as an event.
+                made.append(request if stream else worker.facts.check(request))  # A stream has errors as events.
             except SettingError as error:
                 if error.param != "prompt" or stream or is_one:
                     raise  # A mistake of the whole call.

@@ -1,4 +1,4 @@
-"""How is a checkout imported, and how does it leave no trace? Repositories share names such as `models` or `utils`."""
+"""Imports a checkout without a trace. Repositories share names such as `models` or `utils`."""
 
 from __future__ import annotations
 

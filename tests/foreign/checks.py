@@ -1,4 +1,4 @@
-"""What is asked of each model? Six things, through the public API alone. Each check returns nothing, or raises."""
+"""Six checks of each model, through the public API alone. Each returns nothing, or raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does Samovar serve models that it has never seen? Their originals, out of a folder of checkouts."""
+"""Models that Samovar has never seen: their originals, out of a folder of checkouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may a server answer to anything at all? An answer below 500, and still be there afterwards."""
+"""Whatever is asked, a server answers below 500, and is still there afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is something valid made slightly wrong? Bytes, JSON, and lines of text, each by a few random changes."""
+"""Makes something valid slightly wrong: bytes, JSON, and lines of text, each by a few random changes."""
 
 from __future__ import annotations
 

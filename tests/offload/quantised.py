@@ -1,4 +1,4 @@
-"""Which quantised models do we try? A tiny FLUX, quantised by each library that runs on a CPU."""
+"""A tiny FLUX, quantised by each library that runs on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How are tiny LoRA adapters made? As their users make them: by diffusers for a pipeline, by peft for a transformer."""
+"""Tiny LoRA adapters, made as their users make them: by diffusers for a pipeline, by peft for a transformer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which components does a pipeline of diffusers want? It is asked, and each is built tiny and random.
+"""The components that a pipeline of diffusers wants: it is asked, and each is built tiny and random.
 
 The transformer is the zoo's; what stands around it is made to fit its widths. `recipes` has what cannot be read.
 """

@@ -1,4 +1,4 @@
-"""How is a GGUF file made of a model? By the names of diffusers, with a real quantiser."""
+"""GGUF files of a model, by the names of diffusers, with a real quantiser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How are tiny modular pipelines put together? Of the parts of the tiny pipelines that are not."""
+"""Tiny modular pipelines, put together of the parts of the tiny pipelines that are not."""
 
 from __future__ import annotations
 

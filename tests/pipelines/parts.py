@@ -1,4 +1,4 @@
-"""Which tiny components are known? By class, each made to fit the width of the text and the channels of the latents."""
+"""Tiny components by class, each made to fit the width of the text and the channels of the latents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes the place of packages that cannot be used here? Only parts of them that nothing is checked by.
+"""Stand-ins for packages that cannot be used here: only parts of them that nothing is checked by.
 
 - The processors of Qwen's vision models have a part for videos, which needs torchvision; no pipeline gives them one.
 - OmniGen prepares images with torchvision; here it gets none.

@@ -1,4 +1,4 @@
-"""What do the tiny pipelines read prompts with? Tokenizers made in place, and encoders of few channels."""
+"""What the tiny pipelines read prompts with: tokenizers made in place, and encoders of few channels."""
 
 from __future__ import annotations
 

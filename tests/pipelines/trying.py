@@ -1,4 +1,4 @@
-"""What works with a pipeline? It is loaded, run, cached and offloaded, and its output saved and read back."""
+"""Tries what works with a pipeline: it is loaded, run, cached and offloaded, and its output saved and read back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do tiny pipelines read images with? Vision models, and models that read text and images together."""
+"""What tiny pipelines read images with: vision models, and models that read text and images together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of each class depends on time alone? Written to `time_only.json`, which docs/reference/models.md shows.
+"""The share of each class that depends on time alone, written to `time_only.json`, for docs/reference/models.md.
 
     PYTHONPATH=src:tests python -m zoo.time_shares [CLASS ...]
 

@@ -1,1 +1,1 @@
-"""How was the built-in video model made? `python -m training.motion.data`, then `python -m training.motion.train`."""
+"""How the built-in video model was made: `python -m training.motion.data`, then `python -m training.motion.train`."""

@@ -1,4 +1,4 @@
-"""What is a clip? An emoji on white that moves in one of twelve ways, drawn on the device, with its words.
+"""Clips: an emoji on white that moves in one of twelve ways, drawn on the device, with its words.
 
 The pictures are on white, so a clip is white less the moved picture's shadow: no mask is needed.
 """

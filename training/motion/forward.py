@@ -1,4 +1,4 @@
-"""What do the transformer and the text encoder compute? The same numbers as their classes, in few ops.
+"""The forwards of the transformer and the text encoder: the same numbers as their classes, in few ops.
 
 As `training/forward.py`, for WanTransformer3DModel and UMT5EncoderModel. Padding of the text is zeros
 and all of it alike, so any number of further padding tokens is a bias on the last one's score.

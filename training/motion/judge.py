@@ -1,4 +1,4 @@
-"""Which emoji does a clip show, and how does it move? A network of its own that says so.
+"""A network that says which emoji a clip shows, and how it moves.
 
 It learns from real clips, dirtied in ways of its own, and never sees a generated one or what the
 autoencoder makes of a real one: its accuracy on both stands beside the model's figures.

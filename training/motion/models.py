@@ -1,4 +1,4 @@
-"""Which networks make up the video model? Builds them as diffusers and transformers classes."""
+"""Builds the networks of the video model, as diffusers and transformers classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is trained, and how? The sizes of the video model and the settings of its stages."""
+"""The sizes of the video model and the settings of its stages."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _MIN_STEPS = 8
 _MAX_CHANGE = 0.5
 """Relative change of inputs other than sample, time and conditioning above which a step is computed."""
 _JUMP = 3.0
-"""So many times as far as in the last steps a sample only goes if somebody has changed it."""
+"""A sample that moves this many times as far as in the last steps was changed by somebody."""
 
 
 @contextlib.contextmanager

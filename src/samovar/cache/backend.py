@@ -1,4 +1,4 @@
-"""Which cache does a name stand for, and how is it attached to a pipeline?
+"""Cache backends by name, and how one is attached to a pipeline.
 
 A backend is anything with the three methods of `CacheBackend`. Register your own with `register_cache_backend`; it is
 then chosen by name like ours.

@@ -1,4 +1,4 @@
-"""How is the package cache-dit used as one backend among others?"""
+"""The package cache-dit as a backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model is a saved setting for? It is refused on another, and a warning says if the sampler is another."""
+"""The model that a saved setting is for: it is refused on another, and a warning says if the sampler is another."""
 
 from __future__ import annotations
 

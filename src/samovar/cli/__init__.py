@@ -1,4 +1,4 @@
-"""What can be done from the shell?"""
+"""The shell: `samovar` and its commands."""
 
 from .entry import main
 

@@ -1,4 +1,4 @@
-"""Which commands does the shell have, and what do their exit codes mean?"""
+"""The commands of the shell, and their exit codes."""
 
 from __future__ import annotations
 

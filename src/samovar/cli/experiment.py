@@ -1,4 +1,4 @@
-"""What do the lab's commands share? The model, the folder, the prompts, and the settings to measure."""
+"""What the lab's commands share: the model, the folder, the prompts, and the settings to measure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is progress shown, on a terminal and in a log? And how are tables aligned?"""
+"""Progress, on a terminal and in a log, and aligned tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensors does a value hold, whatever it is made of?
+"""The tensors that a value holds, whatever it is made of.
 
 Arguments and outputs of models come as tensors, lists, tuples, named tuples, mappings, dataclasses and plain objects
 with tensors as attributes, in any nesting. All code that looks into them does so through this file.

@@ -33,7 +33,7 @@ class Rows:
     given: Given
     forward: Forward
     count: int = 0
-    """How many there are; 0 if that cannot be told."""
+    """How many there are; 0 if that is unknown."""
     spread: Given = ((), {})
     """What the call is given, with the one time of all rows once for each."""
     form: Hashable = None

@@ -224,7 +224,7 @@ class Request(Settings, param="request"):
     )
     priority: int = setting(0, kind("a whole number", lambda value: type(value) is int), "Higher ones go first.")
     deadline_s: float | None = setting(
-        None, number(above=True), "A request that has not started within so many seconds fails."
+        None, number(above=True), "A request that has not started within this many seconds fails."
     )
     arguments: Mapping[str, Any] | None = None
     """What the pipeline is called with, once its facts have checked the request. Its parameters are complete then."""

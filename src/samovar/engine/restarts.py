@@ -1,4 +1,4 @@
-"""When may a worker be restarted? At once after a first crash, later after more, and not for a while after too many."""
+"""Backoff of restarts: at once after a first crash, later after more, and not for a while after too many."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class GraphsConfig(Settings, param="compile"):
     compare_every: int = setting(
         256,
         count(1),
-        "Every so many replays of a denoiser its forward runs as well, and the bits are compared: other bits turn "
+        "Every N replays of a denoiser its forward runs as well, and the bits are compared: other bits turn "
         "graphs off. 1 compares each.",
     )
     blocks: bool | str = setting(

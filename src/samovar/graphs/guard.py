@@ -4,7 +4,7 @@ A replay reads weights at the addresses that they had, so it sees what is writte
 modules, their classes and attributes, objects in them such as attention processors, hooks, torch's choice of kernels,
 functions by name in the files of these classes and in torch. A model with an attribute that cannot be compared runs.
 What a forward reads elsewhere (variables of closures, contexts, the environment, tables of files) is not compared here:
-that is what comparing every so many replays with the forward's bits is for.
+that is what comparing every N-th replay with the forward's bits is for.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The first call of a form runs. The second runs too; then the same is run once more to see what it does, recorded, and
 replayed: only if that gives the bits of the run are later calls replays. A replay is launched first and its guard is
-checked while the device computes; where it no longer holds, the result is dropped and the call runs. Every so many
-replays the forward runs as well: other bits turn graphs off.
+checked while the device computes; where it no longer holds, the result is dropped and the call runs. Every N-th
+replay the forward runs as well: other bits turn graphs off.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Form:
     misses: int = 0
     """Calls that were not replayed, since it was recorded last or could not be."""
     wait: int = 2
-    """So many of them until it is recorded: twice as many each time, until there is a replay."""
+    """Misses before it is recorded; doubled each time, until there is a replay."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class GraphsHook(ModelHook, Handle):
         return (output,) if is_same else None
 
     def _compared(self, output: Any, function: Function, given: Any) -> Any:
-        """The output of a replay; every so many times that of the forward, which it is compared with."""
+        """The output of a replay; every N-th time that of the forward, which it is compared with."""
         self._replayed += 1
         if self._replayed % self.config.compare_every:
             return output

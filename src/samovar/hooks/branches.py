@@ -198,7 +198,7 @@ class BranchHook(ModelHook):
             nearest = min(differences, key=lambda branch: len(differences[branch]))
             moved = nearest.moved(leaves, leaves)
             if self.roles.learn_missing(leaves, moved):
-                for branch in differences:  # They were told apart by what is no conditioning.
+                for branch in differences:  # What set them apart is no conditioning.
                     del self._branches[context._replace(branch=branch.name)]
                 return self._branch_of(context, leaves)
             if self.roles.is_later(leaves, moved):

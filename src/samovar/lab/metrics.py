@@ -1,4 +1,4 @@
-"""How close is an image or a video to the exact one? PSNR, SSIM and LPIPS, and of a video how it moves."""
+"""How close an image or a video is to the exact one: PSNR, SSIM and LPIPS, and for a video its motion."""
 
 from __future__ import annotations
 

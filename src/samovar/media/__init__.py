@@ -1,4 +1,4 @@
-"""What is a video or a sound, and how is it read from a file and written to one?"""
+"""Images, videos and sounds: values, and files that they are read from and written to."""
 
 from .reading import read_audio, read_image, read_media, read_video, upright, upright_size
 from .stills import spritesheet, thumbnail, webp

@@ -1,4 +1,4 @@
-"""How does a file become an image, a video or a sound? Upright, at eight bits, whatever wrote it."""
+"""Reads images, videos and sounds from files: upright, at eight bits, whatever wrote them."""
 
 from __future__ import annotations
 

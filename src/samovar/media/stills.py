@@ -1,4 +1,4 @@
-"""What does a video look like at a glance? One frame of it, or many on one sheet."""
+"""Stills of a video: one frame of it, or many on one sheet."""
 
 from __future__ import annotations
 

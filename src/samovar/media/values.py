@@ -1,4 +1,4 @@
-"""What is a video, and what is a sound? Arrays, and how fast they are played."""
+"""Videos and sounds: arrays, and how fast they are played."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does an image, a video or a sound become a file? Its suffix says; PyAV encodes what Python alone cannot."""
+"""Writes images, videos and sounds as their suffix says; PyAV encodes what Python alone cannot."""
 
 from __future__ import annotations
 

@@ -300,8 +300,8 @@ class OffloadedComponent:
                 group.load()
 
     def shrink(self, num_bytes: int | None) -> int:
-        """Drop as many device copies, from the last one on, as free so many bytes; None for all. How many bytes that
-        has freed."""
+        """Drop device copies, from the last one on, until this many bytes are free; None for all. Returns how many
+        bytes that has freed."""
         freed = 0
         self._is_ready = False
         for group in reversed(self._kept):

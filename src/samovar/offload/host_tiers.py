@@ -1,4 +1,4 @@
-"""Which weights are kept in pinned memory, and which are read from where they are? Decided from sizes alone.
+"""Which weights are kept in pinned memory, and which are read from where they are: decided from sizes alone.
 
 Pinned memory is copied at the speed of the bus. Anything else passes through a few pinned buffers: from pageable memory
 at the speed of a copy on the host, from the model's own files at that of the disk. `host_memory` limits the memory that

@@ -1,4 +1,4 @@
-"""How do several processes on one machine share one copy of what they read from the same files?
+"""One copy in shared memory of what several processes read from the same files.
 
 The copy is a file in shared memory, named by what it holds. A process that uses it holds a shared lock on one byte of a
 common lock file; whoever gets an exclusive lock on that byte is alone, and builds the copy or removes it. Locks go with

@@ -1,6 +1,6 @@
 """Videos and the requests for them, in SQLite and a folder for each. They outlive the server.
 
-What a client was told survives a loss of power: a change is on the disk before it is answered. What is damaged is
+What a client has been answered survives a loss of power: a change is on the disk before it is answered. What is damaged is
 logged and moved into the folder `aside`; no video is deleted for it.
 """
 

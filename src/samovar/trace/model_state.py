@@ -1,4 +1,4 @@
-"""The one change detector: is a model still what it was when something was learned of it?
+"""The one change detector: whether a model is still what it was when something was learned of it.
 
 Compared are modules and their classes, forwards, weights and buffers (which, in which dtype, written in place or not),
 adapters, attention processors, and hooks of others. Compared in C, so that a thousand modules take well under a
@@ -28,7 +28,7 @@ _call: Any = operator.call
 _MOVED = "weights lie elsewhere or in another form"
 _own_hooks: weakref.WeakSet[Any] = weakref.WeakSet()
 MAX_STATES = 16
-"""States of a model that are told from new ones."""
+"""States of a model that are remembered, so that one that comes back is known."""
 
 
 def own(hook: Any) -> None:

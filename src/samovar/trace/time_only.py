@@ -41,9 +41,9 @@ _PLAIN = ("torch.nn.modules.linear", "torch.nn.modules.sparse", "torch.nn.module
 _RANDOM = ("rand", "dropout", "alpha_dropout", "feature_dropout", "bernoulli", "normal", "uniform_", "multinomial",
            "exponential_", "cauchy_", "log_normal_", "geometric_", "poisson")  # fmt: skip
 _PLACES = ("device", "is_cuda", "is_cpu", "get_device")
-"""What tells where a weight is: the weights of these layers stay on the host."""
+"""What shows where a weight is: the weights of these layers stay on the host."""
 _HERE = torch.device("cpu", 0)
-"""What a forward is told of the device of any tensor."""
+"""The device that a forward sees of any tensor."""
 
 
 class Form(NamedTuple):
