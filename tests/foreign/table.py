@@ -1,4 +1,4 @@
-"""The table of those that are served: `python -m foreign.table FOLDER` (with `PYTHONPATH=tests`) tries all and writes it.
+"""The table of those that are served. `python -m foreign.table FOLDER` (with `PYTHONPATH=tests`) tries all of them.
 
 The table, in Markdown, goes to the standard output, and all that was found to the standard error. Names after the
 folder choose cases that contain one of them. The table of all cases is `tests/foreign/models.md`, which is a section of

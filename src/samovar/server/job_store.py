@@ -1,6 +1,6 @@
 """Videos and the requests for them, in SQLite and a folder for each. They outlive the server.
 
-What a client has been answered survives a loss of power: a change is on the disk before it is answered. What is damaged is
+An answered change survives a loss of power: it is on the disk before the answer. What is damaged is
 logged and moved into the folder `aside`; no video is deleted for it.
 """
 
