@@ -11,6 +11,7 @@ from samovar.core.errors import SettingError
 from samovar.hooks import running
 from samovar.offload import HostStage, OffloadConfig, apply_offload
 from samovar.offload.cuda import CudaStage
+from samovar.offload.device import move_arguments
 from samovar.offload.files import Source, Unpinned
 from samovar.offload.layout import ALIGNMENT, MIN_PIECE, view_of
 from samovar.offload.pinned import new_chunk
@@ -395,3 +396,15 @@ def test_no_more_is_reserved_than_the_budget() -> None:
         assert stage.refusals() > before
     del held
     torch.empty(2**27, dtype=torch.uint8, device="cuda")
+
+
+def test_arguments_that_are_on_the_device_stay_the_callers_own() -> None:
+    """The VAEs of Wan and others keep features of earlier frames in a list that they are given, and change it."""
+    there, elsewhere = torch.empty(1, device="meta"), torch.ones(1)
+    kept = {"cache": [there, None, 1], "index": [0]}
+    moved = move_arguments((kept, (there,)), there.device)
+    assert moved[0] is kept
+    moved = move_arguments([there, [elsewhere], kept], there.device)
+    assert moved[0] is there
+    assert moved[1][0].is_meta
+    assert moved[2] is kept

@@ -50,6 +50,7 @@ class CudaStage(Stage):
     """
 
     is_real = True
+    workspace_bytes = 2**26  # 32 MiB each for cuBLAS and cuBLASLt on a Hopper, less on others.
 
     def __init__(self, device: torch.device) -> None:
         device = read_device(device)
@@ -63,8 +64,6 @@ class CudaStage(Stage):
         self._runtime = _cuda.cudart()
         self._last_computing = self._computing()
         """The stream of the last call."""
-        self._others = 0
-        """Bytes that others have here."""
         self._bus_bytes_s = 0.0
 
     def _computing(self) -> torch.cuda.Stream:
@@ -245,13 +244,13 @@ class CudaStage(Stage):
         return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
 
     def note_others(self) -> None:
-        self._others = max(torch.cuda.memory_allocated(self.device) - self.stats.held_bytes, 0)
+        self.others_bytes = max(torch.cuda.memory_allocated(self.device) - self.stats.held_bytes, 0)
 
     @contextlib.contextmanager
     def within(self, budget_bytes: int) -> Iterator[None]:
         before = torch.cuda.get_per_process_memory_fraction(self.device)
         total = torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(before, (budget_bytes + self._others) / total), self.device)
+        torch.cuda.set_per_process_memory_fraction(min(before, (budget_bytes + self.others_bytes) / total), self.device)
         try:
             yield
         finally:

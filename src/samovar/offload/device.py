@@ -317,11 +317,6 @@ class Stage(DeviceQueues):
     def count_peak(self) -> None:
         """Bring the statistics of memory up to date."""
 
-    def used_bytes(self) -> int:
-        """Memory in use now, of which the next peak is counted."""
-        self.peak_bytes()
-        return self.peak_bytes()
-
     @abstractmethod
     def free_bytes(self) -> int | None:
         """Bytes available on the device, including what torch holds in reserve; None if unlimited."""
@@ -333,6 +328,11 @@ class Stage(DeviceQueues):
     def within(self, budget_bytes: int) -> contextlib.AbstractContextManager[None]:
         """Inside, torch holds no more than this beside what others have here."""
         return contextlib.nullcontext()
+
+    workspace_bytes = 0
+    """What torch keeps here of its own once it has computed."""
+    others_bytes = 0
+    """What others had here when the last run began."""
 
     def note_others(self) -> None:
         """Take what is used now beside our weights as what others have."""
@@ -357,11 +357,19 @@ class Stage(DeviceQueues):
             )
 
     def to_device(self, value: Any) -> Any:
-        """The arguments of a call, on the device."""
-        if self.device.type == "cpu":
-            return value
-        if isinstance(value, torch.Tensor):
-            return value if value.device == self.device else value.to(self.device)
-        if isinstance(value, dict):
-            return {key: self.to_device(item) for key, item in value.items()}
-        return type(value)(map(self.to_device, value)) if type(value) in (list, tuple) else value
+        """The arguments of a call, on the device. A list or dictionary that is there already stays the caller's own,
+        since a VAE keeps its features of earlier frames in one."""
+        return value if self.device.type == "cpu" else move_arguments(value, self.device)
+
+
+def move_arguments(value: Any, device: torch.device) -> Any:
+    """A value with its tensors on a device; itself, if they are there."""
+    if isinstance(value, torch.Tensor):
+        return value if value.device == device else value.to(device)
+    if type(value) not in (list, tuple, dict):
+        return value
+    parts = list(value.values() if isinstance(value, dict) else value)
+    moved = [move_arguments(part, device) for part in parts]
+    if all(one is part for one, part in zip(moved, parts, strict=True)):
+        return value
+    return dict(zip(value, moved, strict=True)) if isinstance(value, dict) else type(value)(moved)

@@ -60,15 +60,19 @@ from .measured import (
     write_history,
 )
 from .pinned import HostMemory, host_limit
-from .planner import PHASES, OffloadPlan, plan_offload
+from .planner import OTHER_KERNELS, PHASES, OffloadPlan, plan_offload
 from .sizes import Component, ComponentSize, find_components, format_bytes, measure_components
 from .stats import OffloadStats
 from .streaming import Timing
 from .time_layers import TimeLayers, choose_layers, may_have_time_layers, with_layers_of, with_time_layers
 
 _UNLIMITED = 2**62
-_MORE = 1.25
-"""How much more a component is taken to need that ran out of memory where there was as much as planned."""
+_ATTEMPTS = 3
+"""Calls of a component that runs out of memory although the plan said that it would not."""
+_MORE, _MORE_BYTES = 0.1, 2**27
+"""How much more it is taken to need in the next one, of what others of ours keep beside it."""
+_MORE_ALONE = 0.25
+"""The same where nothing is beside it."""
 _SIZE_ARGUMENTS = {"height": "height", "width": "width", "frames": "num_frames"}
 _STEPS = ("num_inference_steps", "timesteps", "sigmas")
 
@@ -453,19 +457,46 @@ class Offloaded(Handle, PipelineHook):
             self._learn(name, args, kwargs)
             if current_run() is None:
                 self.stage.note_others()
-            try:
+            if self.plan.budget_bytes is None:
                 return self._called(name, entry, module, args, kwargs)
-            except torch.OutOfMemoryError as error:
-                if self.plan.budget_bytes is None:
-                    raise
-                problem = str(error)  # The error itself keeps alive what the call had computed.
-            self._shrink(name, problem)
-            try:
-                return self._called(name, entry, module, args, kwargs)
-            except torch.OutOfMemoryError as error:
-                raise torch.OutOfMemoryError(self._shortage(name, self.plan, str(error))) from None
+            before = _Containers((args, kwargs))
+            for attempt in range(_ATTEMPTS):
+                try:
+                    return self._called_freely(name, entry, module, args, kwargs, before)
+                except torch.OutOfMemoryError as error:
+                    problem = str(error)  # The error itself keeps alive what the call had computed.
+                before.restore()
+                if attempt + 1 < _ATTEMPTS:
+                    self._shrink(name, problem, drops_others=attempt > 0)
+            raise torch.OutOfMemoryError(self._shortage(name, self.plan, problem))
         finally:
             delattr(self._inside, name)
+
+    def _called_freely(
+        self, name: str, entry: int, module: torch.nn.Module, args: Any, kwargs: Any, before: _Containers
+    ) -> Any:
+        """Call a component. If convolutions were refused the room that they asked for, they take other kernels, which
+        round otherwise: then a VAE is called again with nothing beside it, as on an empty card of this size."""
+        refusals, is_unseen = self.stage.refusals(), (name, entry) in self._unseen
+        output = self._called(name, entry, module, args, kwargs)
+        if self.stage.refusals() == refusals or self.plan.component(name).role != "vae":
+            return output
+        others = [c for c in self._phases.components if c.held_bytes and c.whole.name != name and not c.is_busy]
+        if others and not is_unseen:
+            del output
+            with self._lock:
+                for other in others:
+                    other.unload()
+                self.stage.release_unused()
+            before.restore()
+            refusals = self.stage.refusals()
+            output = self._called(name, entry, module, args, kwargs)
+            planned = self.plan.component(name)
+            self._note_need(name, planned.activation_bytes + planned.beside_bytes)
+        if self.stage.refusals() > refusals and name not in self.history.narrow:
+            self.history = replace(self.history, narrow=(*self.history.narrow, name))
+            warnings.warn(f"{name}: {OTHER_KERNELS}.", stacklevel=2)
+        return output
 
     def _called(self, name: str, entry: int, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         layers = self.time_layers.get(name)
@@ -480,17 +511,17 @@ class Offloaded(Handle, PipelineHook):
         stage = self.stage
         with self._lock:
             self._components[name].load(alone=True)
-        before, refusals = stage.used_bytes(), stage.refusals()
+        stage.peak_bytes()  # Counts anew from here.
+        beside = stage.stats.held_bytes + stage.others_bytes
         output = module(*args, **kwargs)
-        self._note_need(name, stage.peak_bytes() - before, is_narrow=stage.refusals() > refusals)
+        self._note_need(name, with_margin(stage.peak_bytes() - beside))
         self._unseen.discard((name, entry))
         return output
 
-    def _note_need(self, name: str, num_bytes: int, *, is_narrow: bool = False) -> None:
+    def _note_need(self, name: str, num_bytes: int) -> None:
         """A component was seen to need so much beside its weights. Others may stay in what it leaves."""
-        need = max(with_margin(num_bytes), self.history.needs.get(name, 0))
-        narrow = tuple({*self.history.narrow, *([name] if is_narrow else [])})
-        self.history = replace(self.history, needs={**self.history.needs, name: need}, narrow=narrow)
+        need = max(num_bytes, self.history.needs.get(name, 0))
+        self.history = replace(self.history, needs={**self.history.needs, name: need})
         if not any(unseen == name for unseen, _ in self._unseen):
             with contextlib.suppress(SettingError):  # Too little room, of which the next run will hear.
                 self._components[name].beside_bytes = self._plan_for(self.config).component(name).beside_bytes
@@ -503,7 +534,7 @@ class Offloaded(Handle, PipelineHook):
         is_moving = self._components[name] in self._phases.components
         return torch.no_grad() if is_moving and not is_wanted else contextlib.nullcontext()
 
-    def _shrink(self, name: str, problem: str) -> None:
+    def _shrink(self, name: str, problem: str, *, drops_others: bool) -> None:
         """Follow a plan for less memory, since there was too little although the plan said otherwise: if others have
         taken it, within what is there; else the component needs more than was planned."""
         with self._lock:
@@ -513,12 +544,13 @@ class Offloaded(Handle, PipelineHook):
             gc.collect()
             self.stage.release_unused()
             free = self.stage.free_bytes()
-            if free is not None and free < budget:
+            little = int(planned.activation_bytes * _MORE) + _MORE_BYTES
+            if free is not None and budget - free - self.stage.others_bytes > self.stage.workspace_bytes:
                 self.config = replace(config, gpu_memory=free)
             else:
-                # All that is left beside it, or else more than that.
-                more = planned.beside_bytes + int(planned.activation_bytes * (1 if planned.beside_bytes else _MORE))
-                self.history = replace(history, needs={**history.needs, name: more})
+                more = planned.beside_bytes if drops_others else min(planned.beside_bytes, little)
+                need = planned.activation_bytes + (more or int(planned.activation_bytes * _MORE_ALONE))
+                self.history = replace(history, needs={**history.needs, name: need})
             try:
                 changed = self._plan_for(self.config)
                 tiers = self._tiers_for(self.config, changed)
@@ -554,6 +586,26 @@ class Offloaded(Handle, PipelineHook):
                 plan, tiers = self._with(component)
                 if plan.computes_ahead:
                     self._follow(plan, tiers)
+
+
+class _Containers:
+    """The lists and dictionaries of a call as they were, since a call that failed may have changed them."""
+
+    def __init__(self, value: Any) -> None:
+        self._before: list[tuple[Any, Any]] = []
+        self._note(value)
+
+    def _note(self, value: Any) -> None:
+        if type(value) in (list, dict):
+            self._before.append((value, copy.copy(value)))
+        if type(value) in (list, dict, tuple):
+            for part in value.values() if isinstance(value, dict) else value:
+                self._note(part)
+
+    def restore(self) -> None:
+        for container, before in self._before:
+            container.clear()
+            container.update(before) if isinstance(container, dict) else container.extend(before)
 
 
 class _EntryHook(ModelHook):

@@ -38,7 +38,7 @@ _ASSUMED_STEPS = 28
 _WORKSPACE = 1.0
 """What the convolutions of a VAE are assumed to take beside its activations if they may choose freely, as a share of
 these, until a run has shown it."""
-_OTHER_KERNELS = "the VAE decodes with other kernels, so images may differ from those of an empty card by rounding"
+OTHER_KERNELS = "the VAE decodes with other kernels, so images may differ from those of an empty card by rounding"
 _RUNS_OF_A_SCHEDULE = 8
 """Runs for which outputs that depend on the time alone are assumed to be used."""
 
@@ -495,7 +495,7 @@ class _Planner:
             is_known=size.name not in self.unknown,
             beside_bytes=beside,
             peak_bytes=taken + min(beside, sum(other.kept_bytes for other in others)),
-            note=_OTHER_KERNELS if is_tight else "",
+            note=OTHER_KERNELS if is_tight else "",
         )
 
     def _beside(self, size: ComponentSize, others: Sequence[_Placed], taken: int) -> int:
