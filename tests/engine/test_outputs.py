@@ -13,6 +13,8 @@ import torch
 from PIL import Image
 
 from pipelines import PIPELINES, tiny_flux_pipeline
+from pipelines.builder import build
+from pipelines.recipes import RECIPES
 from samovar import Omni
 from samovar.core.errors import EngineError, ModelError, SettingError
 from samovar.engine import Event, OmniDiffusionConfig, Progress, Worker
@@ -158,6 +160,19 @@ def test_seconds_and_rate_say_how_many_frames(wan: Omni) -> None:
     (result,) = wan.generate("a cat", num_frames=6, **SIZE)
     assert len(result.videos[0]) == 5
     assert "6 frames were asked for, and the model makes 5" in result.notes
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_steps_are_those_of_the_video_and_not_of_its_sound() -> None:
+    """The pipeline steps a copy of its scheduler for the sound."""
+    import diffusers
+
+    recipe = RECIPES["LTX2Pipeline"]
+    with Omni(build(diffusers.LTX2Pipeline, recipe), progress=False) as omni:
+        call = {"height": 32, "width": 48, "num_frames": 9, **recipe.call, "num_inference_steps": 3}
+        events = list(omni.generate("a cat", stream=True, seed=3, **call))
+    assert [(each.step, each.num_steps) for each in events if isinstance(each, Progress)] == [(1, 3), (2, 3), (3, 3)]
+    assert events[-1].result.videos[0].audio is not None  # type: ignore[union-attr]
 
 
 def test_another_size_than_was_asked_for_is_noted() -> None:

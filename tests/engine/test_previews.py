@@ -39,7 +39,8 @@ def test_the_last_latents_are_the_image(name: str) -> None:
     preview = decode_latents(pipe, latents[-1], size)
     assert preview.size == size[::-1]
     assert np.abs(np.asarray(preview) / 255 - image[0]).max() <= 0.51 / 255
-    clean = predict_clean(pipe.scheduler, latents[-3], latents[-2], len(latents) - 2)
+    pipe.scheduler._step_index = len(latents) - 1
+    clean = predict_clean(pipe.scheduler, latents[-3], latents[-2])
     apart = [
         np.abs(np.asarray(decode_latents(pipe, each, size)) / 255 - image[0]).mean() for each in (clean, latents[-2])
     ]
@@ -80,7 +81,7 @@ def test_latents_of_an_unknown_kind_have_no_preview() -> None:
     for wrong, size in ((latents[0], (16, 16)), (latents[0][0], (16, 24)), (torch.zeros(1, 9, 8, 12), (16, 24))):
         with pytest.raises(NoPreview, match="latents of FluxPipeline cannot be decoded half-way"):
             decode_latents(pipe, wrong, size)
-    with pytest.raises(NoPreview, match="object has no VAE"):
+    with pytest.raises(NoPreview, match="object has no VAE that makes images"):
         decode_latents(object(), latents[0], (16, 24))
 
 
@@ -156,24 +157,23 @@ def test_the_result_says_that_there_was_none() -> None:
 
     with Omni(build(diffusers.StableAudioPipeline, RECIPES["StableAudioPipeline"]), progress=False) as omni:
         *_, done = omni.generate("rain", seconds=1, num_inference_steps=3, num_previews=1, stream=True)
-    assert "there was no preview: the VAE of StableAudioPipeline makes no images" in done.result.notes
+    assert "there was no preview: StableAudioPipeline has no VAE that makes images" in done.result.notes
     with Omni(PIPELINES["flux"].build(0), progress=False) as omni:
         wish = {"height": 16, "width": 24, "max_sequence_length": 8, "num_inference_steps": 1}
         *_, done = omni.generate("a cat", num_previews=1, stream=True, **wish)
     assert "there was no preview: there is none within 1 step" in done.result.notes
 
 
-def test_without_a_step_before_or_a_straight_line_the_latents_stand_for_themselves() -> None:
+def test_flow_matching_shows_where_it_is_heading_and_others_where_they_are() -> None:
     from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
-    latents, flow = torch.ones(1, 4, 2, 2), FlowMatchEulerDiscreteScheduler()
+    noise, target, flow = torch.randn(1, 4, 2, 2), torch.randn(1, 4, 2, 2), FlowMatchEulerDiscreteScheduler()
     flow.set_timesteps(4)
-    assert predict_clean(flow, None, latents, 0) is latents
-    assert predict_clean(DDIMScheduler(), latents, latents, 0) is latents
-    assert predict_clean(flow, latents[:, :2], latents, 0) is latents
-    noise, target = torch.randn(1, 4, 2, 2), torch.randn(1, 4, 2, 2)
+    flow._step_index = 2
     before, after = (sigma * noise + (1 - sigma) * target for sigma in flow.sigmas[1:3])
-    assert torch.allclose(predict_clean(flow, before, after, 1), target, atol=1e-5)
+    assert torch.allclose(predict_clean(flow, before, after), target, atol=1e-5)
+    assert predict_clean(DDIMScheduler(), before, after) is after
+    assert predict_clean(flow, before[:, :2], after) is after
 
 
 @pytest.mark.parametrize(

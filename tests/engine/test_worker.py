@@ -27,7 +27,6 @@ from samovar.core.errors import (
 )
 from samovar.engine import Event, Listener, Preview, Progress, Request, Worker, call_pipeline
 from samovar.engine.notes import notes_on
-from samovar.engine.steps import CALLBACK
 from samovar.hooks import HookRegistry, ModelHook
 
 
@@ -112,12 +111,9 @@ def test_offload_changes_no_bit(folder: Path, cache: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------ steps
 
 
-@pytest.fixture(scope="module", params=["callback", "hooks"])
-def stepping(request: pytest.FixtureRequest, folder: Path) -> Worker:
-    worker = worker_of(folder, cache={"backend": "tea_cache", "schedule": "##.#.#"})
-    if request.param == "hooks":  # As if the pipeline took no callback.
-        worker.facts = replace(worker.facts, takes=worker.facts.takes - {CALLBACK})
-    return worker
+@pytest.fixture(scope="module")
+def stepping(folder: Path) -> Worker:
+    return worker_of(folder, cache={"backend": "tea_cache", "schedule": "##.#.#"})
 
 
 SIX = ask(num_inference_steps=6, how={"num_previews": 2})
@@ -125,14 +121,14 @@ SIX = ask(num_inference_steps=6, how={"num_previews": 2})
 
 def test_every_step_is_told_with_what_the_cache_did(stepping: Worker) -> None:
     plain = pixels(stepping.make(replace(SIX, num_previews=0)))
-    before, events = set(vars(stepping.pipeline.transformer)), list[Event]()
+    before, events = type(stepping.pipeline.scheduler), list[Event]()
     result = stepping.make(SIX, Listener(events.append, lambda: False))
     steps = [event for event in events if isinstance(event, Progress)]
     assert [(step.step, step.num_steps) for step in steps] == [(step, 6) for step in range(1, 7)]
     assert [step.is_computed for step in steps] == [mark == "#" for mark in "##.#.#"]
     previews = [event for event in events if isinstance(event, Preview)]
     assert [event.step for event in previews] == [2, 4]
-    assert set(vars(stepping.pipeline.transformer)) == before
+    assert type(stepping.pipeline.scheduler) is before
     assert np.array_equal(pixels(result), plain), "previews change no bit"
     apart = [np.abs(np.asarray(preview.image).astype(int) - plain).mean() for preview in previews]
     assert apart[1] < apart[0], "they come nearer"

@@ -76,9 +76,6 @@ class PipelineFacts:
             return request
         if request.prompt and not self.takes_prompt:
             raise SettingError(f"{self.class_name} takes no prompt. Leave it empty.", param="prompt")
-        if request.image is not None and self.output.kind == "image" and not self.can_edit:
-            remedy = "To start from one, choose another task with the same weights, such as task='img2img'."
-            raise SettingError(f"{self.class_name} takes no image. {remedy}", param="image")
         inputs = self.inputs.prepared(request.given_inputs, self.class_name, self.output.rate)
         params = self.completed(request)
         self.check_size(params)
@@ -87,12 +84,12 @@ class PipelineFacts:
         for name in self.needs:
             if name not in call:
                 raise SettingError(f"{self.class_name} needs {name}. Give it by its name.", param=name)
-        ignored = request.params.guidance_scale is not None and self.ignores_guidance
-        note = "guidance_scale has no effect: the model has no guidance embedding; use true_cfg_scale"
+        notes = self.output.notes
+        if request.params.guidance_scale is not None and self.ignores_guidance:
+            effect = "guidance_scale has no effect: the model has no guidance embedding; use true_cfg_scale"
+            notes = (effect, *notes)
         seed = random.randrange(2**32) if params.seed is None else params.seed
-        return replace(
-            request, params=replace(params, seed=seed), arguments=call, notes=(*[note] * ignored, *self.output.notes)
-        )
+        return replace(request, params=replace(params, seed=seed), arguments=call, notes=notes)
 
     def check_size(self, params: OmniDiffusionSamplingParams) -> None:
         """Refuse sides and lengths that the model cannot make."""
@@ -154,26 +151,29 @@ class PipelineFacts:
         """The arguments that say how long a video or a sound is."""
         output, frames = self.output, self.output.frames_argument
         taken = {"num_frames": frames, "seconds": frames or output.duration_argument, "fps": output.kind == "video"}
-        for name in [name for name in taken if getattr(params, name) is not None and not taken[name]]:
-            raise SettingError(f"{self.class_name} makes {output} of its own length, and takes no {name}.", param=name)
-        call: dict[str, Any] = {output.fps_argument or "fps": params.fps, frames or "frames": params.num_frames}
+        for name, is_taken in taken.items():
+            if getattr(params, name) is not None and not is_taken:
+                message = f"{self.class_name} makes {output} of its own length, and takes no {name}."
+                raise SettingError(message, param=name)
+        call: dict[str | None, Any] = {output.fps_argument or "fps": params.fps, frames: params.num_frames}
         if params.seconds is not None and frames:
             call[frames] = output.frames_in(params.seconds, self.fps(params) or 1.0)
-        elif params.seconds is not None and output.duration_argument:
+        elif params.seconds is not None:
             start = params.options.get(START, 0.0) if output.duration_argument == END else 0.0
             call[output.duration_argument] = params.seconds + start
-        return {name: value for name, value in call.items() if value is not None and name in self.takes}
+        return {name: value for name, value in call.items() if name in self.takes and value is not None}
 
     def _arguments(self, request: Request, params: OmniDiffusionSamplingParams) -> dict[str, Any]:
         """The pipeline's arguments but its inputs."""
-        call = {name: value for name, value in params.given().items() if name not in _NOT_ARGUMENTS}
-        for name, value in (call | dict(params.options)).items():
+        given = {name: value for name, value in params.given().items() if name not in _NOT_ARGUMENTS}
+        call = given | params.options
+        for name, value in call.items():
             self._check_argument(name, value)
         if "max_area" in self.takes and params.height and params.width:  # Else it would be another size, of this area.
-            call["max_area"] = params.height * params.width
+            given["max_area"] = params.height * params.width
         if "_auto_resize" in self.takes and any(image.width * image.height < 2**20 for image in request.images):
-            call["_auto_resize"] = False  # Else it would be enlarged to a megapixel.
-        return call | self._length(params) | dict(params.options)
+            given["_auto_resize"] = False  # Else it would be enlarged to a megapixel.
+        return given | self._length(params) | call
 
     def _check_argument(self, name: str, value: Any) -> None:
         allowed = self.types.get(name, ())
@@ -242,6 +242,3 @@ def _size_multiple(pipeline: Any) -> int:
     rounded = [getattr(getattr(part, "config", None), "vae_scale_factor", None) for part in parts]
     token = int(scale * (patch[-1] if isinstance(patch, (list, tuple)) else patch))
     return max(token, *(each for each in rounded if isinstance(each, int)), 1)
-
-
-# ------------------------------------------------------------------------------------------------ notes

@@ -61,38 +61,48 @@ class Inputs:
             if candidate in self.takes:
                 return candidate
         known = f"It takes {', '.join(self.takes)}." if self.takes else "It starts from text alone."
-        raise SettingError(f"{class_name} takes no {name}. {known}", param=name)
+        remedy = " To start from one, choose another task with the same weights, such as task='img2img'."
+        raise SettingError(f"{class_name} takes no {name}. {known}{remedy * (name == 'image')}", param=name)
 
     def prepared(self, given: Mapping[str, Any], class_name: str, rate: int | None) -> dict[str, Any]:
         """The pipeline's arguments for some inputs: images upright in RGB, videos as lists of images, sound as tensors.
         SettingError for an input that is unknown, of the wrong kind, or cannot be read."""
-        names: dict[str, str] = {}
+        names = {name: self.argument(name, class_name) for name in given}
         call: dict[str, Any] = {}
-        for name, value in given.items():
-            argument = self.argument(name, class_name)
-            first = names.setdefault(argument, name)
-            if first != name:
+        for name, argument in names.items():
+            if argument in call:
+                first = next(each for each in names if names[each] == argument)
                 message = f"For {class_name}, {first} and {name} are the same input. Give one of them."
                 raise SettingError(message, param=name)
-            _check_kind(name, _kind(argument), value)
+            _check_kind(name, _kind(argument), given[name])
             try:
-                call[argument] = _converted(argument, value, rate)
+                call[argument] = _converted(argument, given[name], rate)
             except (EOFError, OSError, SyntaxError, ValueError) as error:  # Which one depends on the format.
                 raise SettingError(f"The {name} cannot be read: {error}. Is the file complete?", param=name) from error
+            if _kind(argument) == "images" and not isinstance(call[argument], list):  # Its only form is a list.
+                call[argument] = [call[argument]]
         if "initial_audio_waveforms" in call:
             call["initial_audio_sampling_rate"] = rate
         if self.mask is not None:
-            image = given.get("image")
-            if self.mask not in call and isinstance(image, Image):
-                if "A" not in image.getbands():
-                    message = "needs a mask, or an image with an alpha channel: it redraws what is transparent."
-                    raise SettingError(f"{class_name} {message}", param="image")
-                call[self.mask] = upright(image).getchannel("A").point(lambda alpha: 255 - alpha)
-            _check_shapes(call.get("image"), call.get(self.mask))
-        for name in self.takes:  # Its only form: several, or one among them.
-            if _kind(name) == "images" and name in call and not isinstance(call[name], list):
-                call[name] = [call[name]]
+            self._add_mask(call, given.get("image"), class_name)
         return call
+
+    def _add_mask(self, call: dict[str, Any], image: Any, class_name: str) -> None:
+        """The alpha channel of an image is its mask, if there is no other. Refuse one of another shape: stretched, it
+        would say something else. Its size may differ."""
+        assert self.mask is not None, "the pipeline takes one"
+        if self.mask not in call and isinstance(image, Image):
+            if "A" not in image.getbands():
+                message = "needs a mask, or an image with an alpha channel: it redraws what is transparent."
+                raise SettingError(f"{class_name} {message}", param="image")
+            call[self.mask] = upright(image).getchannel("A").point(lambda alpha: 255 - alpha)
+        image, mask = call.get("image"), call.get(self.mask)
+        if isinstance(image, Image) and isinstance(mask, Image):
+            ratio = image.width * mask.height / (image.height * mask.width)
+            if abs(math.log(ratio)) > _MAX_SHAPE_RATIO:
+                sizes = f"The mask is {mask.width}x{mask.height} and the image {image.width}x{image.height}"
+                message = f"{sizes}, which is another shape. Give a mask of the image's size."
+                raise SettingError(message, param="mask")
 
     def missing(self, call: Mapping[str, Any]) -> list[str]:
         """What the pipeline could start from and a call does not have."""
@@ -136,10 +146,8 @@ def _kind(argument: str) -> str:
 
 
 def _check_kind(name: str, kind: str, value: Any) -> None:
-    if isinstance(value, (Audio, Video)):
-        is_fit = kind == ("audio" if isinstance(value, Audio) else "video")
-    elif isinstance(value, Image):
-        is_fit = kind not in ("video", "audio")
+    if isinstance(value, (Audio, Video, Image)):
+        is_fit = isinstance(value, {"video": Video, "audio": Audio}.get(kind, Image))
     else:  # Tensors are the caller's business.
         is_list = isinstance(value, (list, tuple)) and not (kind == "audio" and is_media(value))
         is_fit = is_list or hasattr(value, "shape")
@@ -148,17 +156,6 @@ def _check_kind(name: str, kind: str, value: Any) -> None:
         reader = kind if kind in ("video", "audio") else "image"
         message = f"{name} must be {_ARTICLES[kind]}, not {what}; samovar.media.read_{reader}(file) reads one."
         raise SettingError(message, param=name)
-
-
-def _check_shapes(image: Any, mask: Any) -> None:
-    """Refuse a mask of another shape than the image: stretched, it would say something else. Its size may differ."""
-    if isinstance(image, Image) and isinstance(mask, Image):
-        ratio = image.width * mask.height / (image.height * mask.width)
-        if abs(math.log(ratio)) > _MAX_SHAPE_RATIO:
-            message = (
-                f"The mask is {mask.width}x{mask.height} and the image {image.width}x{image.height}, which is another"
-            )
-            raise SettingError(f"{message} shape. Give a mask of the image's size.", param="mask")
 
 
 def _converted(argument: str, value: Any, rate: int | None) -> Any:

@@ -79,33 +79,31 @@ class OutputKind:
 def output_fields(cls: type) -> tuple[str, str, str | None]:
     """The kind of output of a pipeline class and the fields that hold it and its sound; ModelError if it is unknown."""
     fields = {field.name for found in _output_classes(cls) for field in dataclasses.fields(found)}
-    found = {kind: next((name for name in names if name in fields), None) for kind, names in _FIELDS.items()}
-    for kind, field in found.items():
-        if field is not None:
-            counts_frames = any(name in call_parameters(cls) for name in _FRAME_COUNTS)
-            sound = found["audio"] if kind == "video" else None
-            return ("video" if kind == "image" and counts_frames else kind), field, sound
-    what = f"returns {', '.join(sorted(fields))}" if fields else "does not say what its call returns"
-    raise ModelError(
-        f"{cls.__name__} {what}: it makes no images, video or sound that could be saved. Use another pipeline, or "
-        "annotate its __call__ with an output class that has images, frames or audios."
-    )
+    found = {kind: name for kind, names in _FIELDS.items() for name in reversed(names) if name in fields}
+    if not found:
+        what = f"returns {', '.join(sorted(fields))}" if fields else "does not say what its call returns"
+        raise ModelError(
+            f"{cls.__name__} {what}: it makes no images, video or sound that could be saved. Use another pipeline, or "
+            "annotate its __call__ with an output class that has images, frames or audios."
+        )
+    kind = next(iter(found))
+    counts_frames = not call_parameters(cls).keys().isdisjoint(_FRAME_COUNTS)
+    sound = found.get("audio") if kind == "video" else None
+    return "video" if kind == "image" and counts_frames else kind, found[kind], sound
 
 
 def _output_classes(cls: type) -> list[Any]:
     """The output classes of a pipeline's call: as annotated, else those that its module knows; or its parent's."""
     from diffusers.utils import BaseOutput
 
-    def outputs(values: Any) -> list[Any]:
-        classes = [value for value in values if inspect.isclass(value)]
-        return [each for each in classes if issubclass(each, BaseOutput) and dataclasses.is_dataclass(each)]
-
     for each in cls.__mro__:
-        call = inspect.unwrap(vars(each)["__call__"]) if "__call__" in vars(each) else None
+        call = inspect.unwrap(vars(each).get("__call__"))  # type: ignore[arg-type]
         if inspect.isfunction(call):
             annotated = call.__annotations__.get("return")
-            if found := outputs([annotated, *typing.get_args(annotated)]) or outputs(call.__globals__.values()):
-                return found
+            for values in ((annotated, *typing.get_args(annotated)), call.__globals__.values()):
+                classes = [value for value in values if inspect.isclass(value) and dataclasses.is_dataclass(value)]
+                if found := [each for each in classes if issubclass(each, BaseOutput)]:
+                    return found
     return []
 
 
@@ -115,37 +113,37 @@ def find_output(pipeline: Any) -> OutputKind:
     kind, field, audio_field = output_fields(cls)
     parameters = call_parameters(cls)
 
-    def argument(names: tuple[str, ...], kind: type | tuple[type, ...]) -> tuple[str | None, Any]:
-        """The argument that has one of these names, and its default."""
+    def argument(*names: str) -> tuple[str | None, Any]:
+        """The argument that has one of these names, and its default if that is a number."""
         name = next((name for name in names if name in parameters), None)
         default = parameters[name].default if name is not None else None
-        return name, default if isinstance(default, kind) else None
+        return name, default if isinstance(default, (int, float)) else None
 
-    rate = _sample_rate(pipeline) if kind == "audio" or audio_field else None
     if kind == "image":
         return OutputKind(kind, field)
+    rate = _sample_rate(pipeline)
     if kind == "audio":
         if rate is None:
             raise ModelError(f"No part of this {cls.__name__} says how many samples of sound it makes per second.")
-        duration, seconds = argument(_DURATIONS, (int, float))
+        duration, seconds = argument(*_DURATIONS)
         return OutputKind(kind, field, rate=rate, duration_argument=duration, seconds=seconds)
-    fps_argument, fps = argument(_FRAME_RATES, (int, float))
+    fps_argument, fps = argument(*_FRAME_RATES)
+    frames_argument, frames = argument(*_FRAME_COUNTS)
     example = _EXAMPLE_FPS.search(cls.__call__.__doc__ or "")
-    is_known = fps is not None or example is not None
+    fps = fps or (example and example[1])
     note = f"{cls.__name__} does not say its frame rate; {_USUAL_FPS:g} fps is taken, unless fps is given"
-    frames_argument, frames = argument(_FRAME_COUNTS, int)
     groups = (getattr(pipeline, name, None) for name in _FRAME_GROUPS)
     return OutputKind(
         kind,
         field,
         audio_field if rate is not None else None,  # Such as a model without its sound part.
-        float(fps or (example[1] if example else _USUAL_FPS)),
-        rate,
+        float(fps or _USUAL_FPS),
+        rate if audio_field else None,
         frames_argument,
         frames,
-        max(1, next((group for group in groups if isinstance(group, int)), 1)),
+        next((group for group in groups if isinstance(group, int)), 1),
         fps_argument,
-        notes=() if is_known else (note,),
+        notes=() if fps else (note,),
     )
 
 
@@ -167,7 +165,7 @@ def take_outputs(kind: OutputKind, output: Any, fps: float | None = None) -> tup
         return tuple(image) if isinstance(image, (list, tuple)) else (image,)
     if kind.kind == "audio":
         return (Audio(_samples(made), kind.rate or 0),)
-    sound = getattr(output, kind.audio_field, None) if kind.audio_field else None
+    sound = getattr(output, kind.audio_field or "", None)
     track = None if sound is None else Audio(_samples(sound), kind.rate or 0)
     return (Video(_frames(made), fps or kind.fps or 0, track),)
 
@@ -178,27 +176,27 @@ def _only(values: Any) -> Any:
     return values[0]
 
 
-def _frames(value: Any) -> Any:
-    """The frames of the only video, from images, arrays or tensors with values from 0 to 1."""
-    is_list = isinstance(value, (list, tuple))
-    inner = value[0] if is_list else value
-    if isinstance(inner, (list, tuple)) or getattr(inner, "ndim", 0) == (4 if is_list else 5):
-        value = _only(value)
+def _array(value: Any) -> Any:
+    """Images, arrays and tensors, alone or in lists, as one array."""
     if isinstance(value, (list, tuple)):
-        if isinstance(value[0], Image):
-            return np.stack([np.asarray(frame.convert("RGB")) for frame in value])
-        value = torch.stack(list(value)) if isinstance(value[0], torch.Tensor) else np.stack(value)
-    if isinstance(value, torch.Tensor):
-        value = value.detach().float().cpu()
-        value = (value if value.shape[-1] == 3 else value.movedim(1, -1)).numpy()
-    return value if value.dtype == np.uint8 else (_finite(value).clip(0, 1) * 255).round().astype(np.uint8)
+        return np.stack([_array(each) for each in value])
+    if isinstance(value, Image):
+        return np.asarray(value.convert("RGB"))
+    return value.detach().float().cpu().numpy() if isinstance(value, torch.Tensor) else value
+
+
+def _frames(value: Any) -> Any:
+    """The frames of the only video. Numbers are from 0 to 1."""
+    frames = _array(value)
+    frames = _only(frames) if frames.ndim == 5 else frames
+    frames = frames if frames.shape[-1] == 3 else np.moveaxis(frames, 1, -1)
+    return frames if frames.dtype == np.uint8 else (_finite(frames).clip(0, 1) * 255).round().astype(np.uint8)
 
 
 def _samples(value: Any) -> Any:
     """(channels, samples) of the only sound."""
-    sound = value if getattr(value, "ndim", 2) == 1 else _only(value)
-    sound = sound.detach().float().cpu() if isinstance(sound, torch.Tensor) else sound
-    return _finite(np.atleast_2d(np.asarray(sound, dtype=np.float32)))
+    sound = _array(value)
+    return _finite(np.atleast_2d(sound if sound.ndim == 1 else _only(sound)).astype(np.float32))
 
 
 def _finite(values: Any) -> Any:

@@ -24,11 +24,9 @@ class NoPreview(Exception):
 def decode_latents(pipeline: Any, latents: torch.Tensor, size: tuple[int | None, int | None]) -> Image:
     """The image, or the first frame, of some latents of this height and width; NoPreview if their layout is unknown or
     there is too little memory."""
-    vae, name = getattr(pipeline, "vae", None), type(pipeline).__name__
-    if vae is None:
-        raise NoPreview(f"{name} has no VAE")
+    vae, name = getattr(pipeline, "vae", torch.nn.Identity()), type(pipeline).__name__
     if not any(isinstance(module, (torch.nn.Conv2d, torch.nn.Conv3d)) for module in vae.modules()):
-        raise NoPreview(f"the VAE of {name} makes no images")
+        raise NoPreview(f"{name} has no VAE that makes images")
     try:
         with torch.no_grad():
             usual = getattr(pipeline, "default_sample_size", 0) * getattr(pipeline, "vae_scale_factor", 0)
@@ -44,18 +42,15 @@ def decode_latents(pipeline: Any, latents: torch.Tensor, size: tuple[int | None,
         raise NoPreview(f"latents of {name} cannot be decoded half-way: {reason}") from error
 
 
-def predict_clean(scheduler: Any, before: torch.Tensor | None, after: torch.Tensor, step: int) -> torch.Tensor:
+def predict_clean(scheduler: Any, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """Where the last step points, for flow matching, which moves along straight lines; else the latents themselves."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    if before is None or before.shape != after.shape or not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+    if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler) or before.shape != after.shape:
         return after
-    first = (scheduler.begin_index or 0) + step
-    start, end = (float(sigma) for sigma in [*scheduler.sigmas[first : first + 2], 0.0, 0.0][:2])
-    if start == end:
-        return after
+    start, end = scheduler.sigmas[scheduler.step_index - 1 : scheduler.step_index + 1].tolist()
     clean: torch.Tensor = after.float() - end * (after.float() - before.float()) / (end - start)
-    return clean.to(after.dtype)
+    return clean.to(after.dtype) if start != end else after
 
 
 def _for_vae(pipeline: Any, latents: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
@@ -67,16 +62,17 @@ def _for_vae(pipeline: Any, latents: torch.Tensor, size: tuple[int, int]) -> tor
     names = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
     scale = next((value for name in names if (value := getattr(pipeline, name, None))), 8)
     sides = size[0] // scale, size[1] // scale
-    if latents.ndim == 3 and getattr(pipeline, "vae_temporal_compression_ratio", 1) > 1:  # Frame after frame.
-        latents = latents[:, : sides[0] * sides[1]]
     if latents.ndim == 3:
+        if getattr(pipeline, "vae_temporal_compression_ratio", 1) > 1:  # Frame after frame.
+            latents = latents[:, : sides[0] * sides[1]]
         latents = _laid_out(latents, size)
     elif latents.ndim == 5:
         latents = _first_frame(latents, channels, sides)
     if hasattr(vae, "bn"):
         if getattr(pipeline, "patch_size", None) and not hasattr(pipeline, "_unpack_latents"):
             raise ValueError("the order of channels in its patches is unknown")
-        latents = latents if latents.shape[1] > channels else _patched(latents)
+        if latents.shape[1] == channels:
+            latents = torch.nn.functional.pixel_unshuffle(latents, 2)
         mean, variance = (each.view(1, -1, 1, 1) for each in (vae.bn.running_mean, vae.bn.running_var))
         latents = _unpatched(latents * torch.sqrt(variance + vae.config.batch_norm_eps) + mean, channels)
     else:
@@ -88,12 +84,11 @@ def _for_vae(pipeline: Any, latents: torch.Tensor, size: tuple[int, int]) -> tor
 def _scaled(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     known = {**vae.config, **dict(vae.named_buffers(recurse=False))}
     mean, deviation = known.get("latents_mean"), known.get("latents_std")
-    scale = vae.config.get("scaling_factor") or 1.0
+    scale = known.get("scaling_factor") or 1.0
     if mean is None or deviation is None:
-        return latents / scale + (vae.config.get("shift_factor") or 0.0)
+        return latents / scale + (known.get("shift_factor") or 0.0)
     mean, deviation = (torch.as_tensor(each).to(latents).view(1, -1, 1, 1) for each in (mean, deviation))
-    scaled: torch.Tensor = latents * deviation / scale + mean
-    return scaled
+    return latents * deviation / scale + mean
 
 
 def _laid_out(tokens: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
@@ -104,31 +99,20 @@ def _laid_out(tokens: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     rows = min(off, key=lambda each: off[each])
     if off[rows] > _MAX_SHAPE_RATIO:
         raise ValueError(f"{count} tokens make no image of {width}x{height}, or of its shape")
-    return tokens.transpose(1, 2).reshape(len(tokens), -1, rows, count // rows)
+    return tokens.transpose(1, 2).unflatten(2, (rows, -1))
 
 
 def _first_frame(latents: torch.Tensor, channels: int, sides: tuple[int, int]) -> torch.Tensor:
-    """Of a video whose channels come first, after the frames, or last, alone or before a condition and a mask. Where
-    several axes are as long, the sides say which are which, or their ratio."""
-    found = []
-    for axis, order in ((1, (0, 1, 2, 3, 4)), (2, (0, 2, 1, 3, 4)), (4, (0, 4, 1, 2, 3))):
-        if latents.shape[axis] in (channels, 2 * channels + 1):
-            found.append(latents.narrow(axis, 0, channels).permute(order)[:, :, 0])
-    height, width = sides
-    return min(found, key=lambda each: (each.shape[2:] != sides, abs(each.shape[2] * width - each.shape[3] * height)))
-
-
-def _patched(latents: torch.Tensor) -> torch.Tensor:
-    count, channels, height, width = latents.shape
-    quads = latents.reshape(count, channels, height // 2, 2, width // 2, 2).permute(0, 1, 3, 5, 2, 4)
-    return quads.reshape(count, 4 * channels, height // 2, width // 2)
+    """Of a video whose channels come first, after the frames, or last. Where several axes are as long, the sides say
+    which are which."""
+    layouts = {1: latents[:, :, 0], 2: latents[:, 0], 4: latents[:, 0].movedim(-1, 1)}
+    fitting = [frame for axis, frame in layouts.items() if latents.shape[axis] == channels]
+    return min(fitting, key=lambda frame: frame.shape[2:] != sides)
 
 
 def _unpatched(patches: torch.Tensor, channels: int) -> torch.Tensor:
     """Of one latent or of 2x2, whose channels come first."""
-    count, all_channels, rows, columns = patches.shape
-    side = math.isqrt(all_channels // channels)
-    if side not in (1, 2) or side * side * channels != all_channels:
+    side = math.isqrt(patches.shape[1] // channels)
+    if side not in (1, 2) or side * side * channels != patches.shape[1]:
         raise ValueError(f"the VAE needs {channels} channels, not latents of shape {tuple(patches.shape)}")
-    quads = patches.reshape(count, channels, side, side, rows, columns).permute(0, 1, 4, 2, 5, 3)
-    return quads.reshape(count, channels, side * rows, side * columns)
+    return torch.nn.functional.pixel_shuffle(patches, side)

@@ -44,7 +44,7 @@ from .notes import notes_on
 from .outputs import take_outputs
 from .request import OmniDiffusionSamplingParams, Request, saved_defaults
 from .settings import OmniDiffusionConfig
-from .steps import CALLBACK, StepWatch, follow_steps
+from .steps import StepWatch, follow_steps
 
 T = TypeVar("T")
 RUNS_PER_PLACE = 2
@@ -217,10 +217,8 @@ class Worker:
         watch = StepWatch(pipeline, request, index, listener, cache, self.facts.size or (None, None), self._agree)
         try:
             with self._turn(request, listener), self._precision(request), running(pipeline):
-                kept = self._embeddings.kept(pipeline)
-                with kept, follow_steps(watch, CALLBACK in self.facts.takes) as following:
-                    call = {**(request.arguments or {}), **following}
-                    output = call_pipeline(pipeline, [request.prompt], [request.seeds[index]], call)
+                with self._embeddings.kept(pipeline), follow_steps(watch):
+                    output = call_pipeline(pipeline, [request.prompt], [request.seeds[index]], request.arguments or {})
                 outputs = take_outputs(self.facts.output, output, self.facts.fps(request.params))
                 stats = None if cache is None else cache.stats()
                 notes = [*notes_on(request, outputs, pipeline, self._tuned)]
