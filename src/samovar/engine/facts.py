@@ -166,7 +166,7 @@ class PipelineFacts:
     def _arguments(self, request: Request, params: OmniDiffusionSamplingParams) -> dict[str, Any]:
         """The pipeline's arguments but its inputs."""
         given = {name: value for name, value in params.given().items() if name not in _NOT_ARGUMENTS}
-        call = given | params.options
+        call = {**given, **params.options}
         for name, value in call.items():
             self._check_argument(name, value)
         if "max_area" in self.takes and params.height and params.width:  # Else it would be another size, of this area.

@@ -24,7 +24,8 @@ class NoPreview(Exception):
 def decode_latents(pipeline: Any, latents: torch.Tensor, size: tuple[int | None, int | None]) -> Image:
     """The image, or the first frame, of some latents of this height and width; NoPreview if their layout is unknown or
     there is too little memory."""
-    vae, name = getattr(pipeline, "vae", torch.nn.Identity()), type(pipeline).__name__
+    vae: Any = getattr(pipeline, "vae", torch.nn.Identity())
+    name = type(pipeline).__name__
     if not any(isinstance(module, (torch.nn.Conv2d, torch.nn.Conv3d)) for module in vae.modules()):
         raise NoPreview(f"{name} has no VAE that makes images")
     try:
@@ -99,7 +100,7 @@ def _laid_out(tokens: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     rows = min(off, key=lambda each: off[each])
     if off[rows] > _MAX_SHAPE_RATIO:
         raise ValueError(f"{count} tokens make no image of {width}x{height}, or of its shape")
-    return tokens.transpose(1, 2).unflatten(2, (rows, -1))
+    return tokens.transpose(1, 2).reshape(len(tokens), -1, rows, count // rows)
 
 
 def _first_frame(latents: torch.Tensor, channels: int, sides: tuple[int, int]) -> torch.Tensor:

@@ -115,7 +115,7 @@ def follow_steps(watch: StepWatch) -> Iterator[None]:
     """Let a watch see each step of its pipeline's scheduler inside. Copies that a pipeline makes of the scheduler, as
     for the sound of a video, are not followed."""
     watch.check_cancelled()
-    scheduler = getattr(watch.pipeline, "scheduler", None)
+    scheduler: Any = getattr(watch.pipeline, "scheduler", None)
     own: Any = type(scheduler)
     if not hasattr(own, "step"):
         yield
@@ -128,7 +128,7 @@ def follow_steps(watch: StepWatch) -> Iterator[None]:
             watch.end_step(output[0], kwargs["sample"] if "sample" in kwargs else args[2])
         return output
 
-    scheduler.__class__ = type(own.__name__, (own,), {"step": step})  # type: ignore[union-attr]
+    scheduler.__class__ = type(own.__name__, (own,), {"step": step})
     try:
         yield
     finally:
