@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
+import itertools
 import math
 import multiprocessing
 import os
@@ -314,8 +315,10 @@ _TINY_CALL = {"height": 64, "width": 64}
 # ------------------------------------------------------------------------------------------------ one case
 
 
-def draw(pipe: Any, kind: Kind, steps: int, words: str, *, is_tiny: bool, latents: bool = False) -> torch.Tensor:
-    call = dict(kind.call) | (_TINY_CALL if is_tiny else {})
+def draw(
+    pipe: Any, kind: Kind, steps: int, words: str, *, is_tiny: bool, latents: bool = False, **more: Any
+) -> torch.Tensor:
+    call = dict(kind.call) | (_TINY_CALL if is_tiny else {}) | more
     if is_tiny and "num_frames" in call:
         call["num_frames"] = 5
     generator = torch.Generator().manual_seed(5)
@@ -323,6 +326,21 @@ def draw(pipe: Any, kind: Kind, steps: int, words: str, *, is_tiny: bool, latent
     found = pipe(prompt=words, num_inference_steps=steps, generator=generator, **call, **shown)[0]
     tensor: torch.Tensor = found if isinstance(found, torch.Tensor) else torch.stack(list(found))
     return tensor.float().cpu()
+
+
+def phases(pipe: Any, kind: Kind, is_tiny: bool) -> list[float]:
+    """Seconds until the end of the first step, of each step behind it, and from there to the image on the host."""
+    ends = [time.perf_counter()]
+
+    def step(pipe: Any, index: int, time_: Any, values: dict[str, Any]) -> dict[str, Any]:
+        if not is_tiny:
+            torch.cuda.synchronize()
+        ends.append(time.perf_counter())
+        return {}
+
+    draw(pipe, kind, kind.steps[0], WORDS[1], is_tiny=is_tiny, callback_on_step_end=step)
+    ends.append(time.perf_counter())
+    return [round(later - earlier, 3) for earlier, later in itertools.pairwise(ends)]
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -417,8 +435,10 @@ def run_case(pipe: Any, kind: Kind, way: str, budget: str | None, is_tiny: bool)
                     row["reserved"][key] = max(gib(torch.cuda.max_memory_reserved()), row["reserved"].get(key, 0.0))
                     row["allocated"] = max(gib(torch.cuda.max_memory_allocated()), row.get("allocated", 0.0))
         row["latents"] = digest(draw(pipe, kind, few, WORDS[0], is_tiny=is_tiny, latents=True))
+        row["phases_s"] = phases(pipe, kind, is_tiny)
         if attached is not None:
             row["stats"] = str(attached.stats())[:1500]
+            row["plan_of_last"] = str(attached.explain())[:1500]
     except Exception as problem:  # Whatever goes wrong is the case's result.
         row["error"] = f"{type(problem).__name__}: {str(problem)[:700]}"
     return row
