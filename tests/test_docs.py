@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,14 @@ def test_every_error_class_has_a_remedy() -> None:
     text = pages.expand((ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8"))
     for name in re.findall(r"[├└]── (\w+)", samovar.core.errors.__doc__ or ""):
         assert f"`{name}`" in text
+
+
+def test_extras_that_are_named_can_be_installed() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    for file in (*PAGES, *code.SOURCE.rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")):
+        for found in re.findall(r"'(?:\.|samovar)\[([\w,]+)\]|the extra `(\w+)`", file.read_text(encoding="utf-8")):
+            assert set("".join(found).split(",")) <= set(extras), file
 
 
 @pytest.mark.parametrize("name", diagrams.DIAGRAMS)

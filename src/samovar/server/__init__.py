@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server and its page; needs the extra `serve`."""
+"""An OpenAI-compatible server and its page."""
 
 from __future__ import annotations
 
