@@ -7,7 +7,7 @@ batch decides for all.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 
 import torch
@@ -21,7 +21,7 @@ from .forecast_error import Rows, as_rows, in_common, worst_drifts
 from .history import NOTHING_STORED, TeaCacheState, numbers_in
 from .signal import Agree, measure
 from .stats import WITHIN, StepRecord
-from .whole import WholeModel, WholeSteps
+from .whole import Plan, WholeModel, WholeSteps
 
 _asked: ContextVar[float | None] = ContextVar("samovar_tolerance", default=None)
 _DUE = "the tolerance is reached"
@@ -70,26 +70,22 @@ class AutoSteps(WholeSteps):
         asked = asked_tolerance()
         return self._usual if asked is None else asked
 
-    def _plan(self, call: Call) -> Verdict:
+    def _never(self, call: Call) -> str | None:
+        if self._tolerance == 0:
+            return "settings"
         length = call.step.run_length
-        if self._tolerance == 0 or (length is not None and length < _MIN_STEPS):
-            return Verdict("compute", "settings" if self._tolerance == 0 else "min_steps")
-        return Verdict("ask", "")
+        return "min_steps" if length is not None and length < _MIN_STEPS else None
 
-    def _decide(self, call: Call, verdict: Verdict, obstacle: str | None) -> Verdict:
+    def _plan(self, call: Call, obstacle: str | None) -> Plan:
+        run = call.run
         if call.is_again:
-            return Verdict("compute", AGAIN)
-        return call.run.verdict or call.run.decide(self._lead(call, obstacle))
+            return Plan(AGAIN)
+        run.verdict = run.verdict or self._lead(call, obstacle)
+        given, is_skipped = run.control.given, run.verdict.action == "skip"
+        return Plan(run.verdict.reason, is_skipped, given if is_skipped or len(given) > 1 else {})
 
-    def _weights(self, call: Call) -> Mapping[int, float]:
-        return call.run.control.given
-
-    def _kept(self, call: Call, is_planned: bool) -> Collection[int] | None:
+    def _needed(self, call: Call) -> Collection[int]:
         return {known.index for known in call.run.control.computed}
-
-    def _correction(self, call: Call) -> Mapping[int, float]:
-        given = call.run.control.given
-        return given if len(given) > 1 else {}
 
     def _record(self, call: Call, is_computed: bool, reason: str) -> StepRecord:
         control = call.run.control

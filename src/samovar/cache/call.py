@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..trace.skip_pass import Mode
@@ -28,17 +29,18 @@ class Verdict(NamedTuple):
     reason: str
 
 
+@dataclass
 class CachedRun:
     """What belongs to all branches of one run."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.branches: dict[Hashable, TeaCacheState] = {}
-        self.records: dict[str, list[StepRecord]] = {}
-        self.control = ErrorControl()
-        self.path = Path()
-        self.is_over = False
-        self._verdict: tuple[int, Verdict] | None = None
+    clock: Clock
+    branches: dict[Hashable, TeaCacheState] = field(default_factory=dict)
+    records: dict[str, list[StepRecord]] = field(default_factory=dict)
+    control: ErrorControl = field(default_factory=ErrorControl)
+    path: Path = field(default_factory=Path)
+    verdict: Verdict | None = None
+    """What the first branch of the running step has decided for those called after it."""
+    is_over: bool = False
 
     def note(self, branch: str, record: StepRecord) -> None:
         """Keep the record of a call."""
@@ -46,18 +48,7 @@ class CachedRun:
 
     def end(self) -> None:
         """Keep the records alone."""
-        vars(self).update(vars(CachedRun(Clock())), records=self.records, is_over=True)
-
-    @property
-    def verdict(self) -> Verdict | None:
-        """What the first branch of the running step has decided for those called after it."""
-        is_now = self._verdict is not None and self._verdict[0] == self.clock.step.index
-        return self._verdict[1] if self._verdict is not None and is_now else None
-
-    def decide(self, verdict: Verdict) -> Verdict:
-        """Decide for the branches called later in the running step."""
-        self._verdict = self.clock.step.index, verdict
-        return verdict
+        vars(self).update(vars(CachedRun(Clock(), records=self.records, is_over=True)))
 
 
 class Call(NamedTuple):

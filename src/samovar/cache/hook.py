@@ -16,7 +16,7 @@ import torch
 from ..arch.modules import unwrapped
 from ..core.errors import ModelError, SettingError
 from ..core.settings import count, read_as
-from ..hooks import BranchHook, CallContext, Handle, HookOrder, HookRegistry, ModelHook, Run, StateManager, current_run
+from ..hooks import BranchHook, CallContext, Handle, HookOrder, HookRegistry, ModelHook, StateManager, current_run
 from ..hooks.roles import parameter_names
 from .auto import AutoSteps, asked_tolerance
 from .call import CachedRun, Call, Steps
@@ -156,17 +156,15 @@ class TeaCacheHook(ModelHook, Handle):
     def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.is_paused:
             return self.call_original(module, *args, **kwargs)
-        context, run = self.state_manager.context, current_run()
-        if run is not None and context.request is None:  # A pipeline without our hook.
-            context = context._replace(request=run.request)
+        context = self.state_manager.context
         if context.branch is None:  # Nothing may be reused.
             self._run_of(context.request).note(UNKNOWN, _UNKNOWN_STEP)
             return self.call_original(module, *args, **kwargs)
         _refuse_training(module)
-        inputs = Inputs(args, kwargs, self._names, self.branches.roles, self.branches.leaves(args, kwargs))
+        inputs = Inputs(args, kwargs, self._names, self.branches.roles)
         if self._steps is None or inputs.device.type == "meta":  # Shapes without values decide nothing.
             return self.call_original(module, *args, **kwargs)
-        call = self._begin(module, inputs, context, context.branch, run, self._steps.model.generation())
+        call = self._begin(module, inputs, context, context.branch, self._steps.model.generation())
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs.tensors):
             call.state.reset()  # A skipped step has no gradients of its blocks.
             record, output = StepRecord(call.step.index, True, "gradients are recorded"), call.compute()
@@ -176,16 +174,19 @@ class TeaCacheHook(ModelHook, Handle):
         return output
 
     def _begin(
-        self, module: torch.nn.Module, inputs: Inputs, context: CallContext, branch: str, run: Run | None, model: int
+        self, module: torch.nn.Module, inputs: Inputs, context: CallContext, branch: str, generation: int
     ) -> Call:
         """Find the step that a call belongs to."""
-        own = self._run_of(context.request)
+        own, run = self._run_of(context.request), current_run()
+        before = own.clock.step
         tick = own.clock.advance(branch, run, inputs) if len(own.branches) <= _MAX_BRANCHES else None
         if tick is None:  # Another run of the same request, or one whose branches are new at each step.
             self.state_manager.drop(context.request)
             own = self._new_run(context.request)
             tick = own.clock.advance(branch, run, inputs)
         assert tick is not None
+        if own.clock.step is not before:
+            own.verdict = None
         state = own.branches[branch] = self.state_manager.state_of(context)
         if tick.has_gap or tick.is_again:
             state.reset()
@@ -193,7 +194,7 @@ class TeaCacheHook(ModelHook, Handle):
         def forward(args: Any, kwargs: Any) -> Any:
             return self.call_original(module, *args, **kwargs)
 
-        return Call(forward, inputs, branch, own, state, own.clock.step, tick.is_again, model)
+        return Call(forward, inputs, branch, own, state, own.clock.step, tick.is_again, generation)
 
     def _run_of(self, request: Hashable) -> CachedRun:
         run = self._runs.get(request)

@@ -16,7 +16,7 @@ import torch
 
 from ..core import nested
 from ..hooks import Roles
-from ..hooks.roles import Leaves, leaves_of
+from ..hooks.roles import leaves_of
 
 _MAX_COMPARED = 16384
 """Number of elements compared to see how much a tensor has changed."""
@@ -27,10 +27,8 @@ Pair = Sequence[torch.Tensor] | torch.Tensor
 class Inputs:
     """The arguments of one call of a denoiser."""
 
-    def __init__(
-        self, args: Any, kwargs: Any, names: tuple[str, ...], roles: Roles, leaves: Leaves | None = None
-    ) -> None:
-        """`names`: the parameters of the model's forward. `leaves`: what the arguments hold, if that is known."""
+    def __init__(self, args: Any, kwargs: Any, names: tuple[str, ...], roles: Roles) -> None:
+        """`names`: the parameters of the model's forward."""
         self.args, self.kwargs = args, kwargs
         self.samples: list[torch.Tensor] = []
         """The sample, or its parts."""
@@ -43,7 +41,7 @@ class Inputs:
         self.residuals: list[torch.Tensor] = []
         """Tensors that may change, and are neither sample nor time."""
         self._names, self._roles = names, roles
-        self._leaves = leaves_of(names, args, kwargs) if leaves is None else leaves
+        self._leaves = leaves_of(names, args, kwargs)
         self.tensors = [leaf for leaf in self._leaves.values() if isinstance(leaf, torch.Tensor)]
         for path, leaf in self._leaves.items():
             role, is_tensor = roles.of(path), isinstance(leaf, torch.Tensor)

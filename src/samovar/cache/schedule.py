@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from .call import Call, Verdict
+from .call import NEVER, Call
 from .config import TeaCacheConfig
 from .error_control import polynomial
 from .signal import Agree
 from .threshold import judge
-from .whole import WholeModel, WholeSteps
+from .whole import Plan, WholeModel, WholeSteps
 
 
 class ScheduledSteps(WholeSteps):
@@ -19,8 +19,14 @@ class ScheduledSteps(WholeSteps):
         super().__init__(model, agree, config.rel_l1_thresh)
         self._config = config
 
-    def _plan(self, call: Call) -> Verdict:
-        return judge(self._config, call.step, 0, call.branch)
+    def _never(self, call: Call) -> str | None:
+        reason = judge(self._config, call.step, 0, call.branch).reason
+        return reason if reason in NEVER else None
+
+    def _plan(self, call: Call, obstacle: str | None) -> Plan:
+        verdict = judge(self._config, call.step, 0, call.branch)
+        is_skipped = verdict.action == "skip"
+        return Plan(verdict.reason, is_skipped, self._weights(call) if is_skipped and obstacle is None else {})
 
     def _weights(self, call: Call) -> Mapping[int, float]:
         if self._config.forecast == "fitted":
@@ -30,10 +36,8 @@ class ScheduledSteps(WholeSteps):
         weights = polynomial([outputs[index].place for index in known], call.step.place)
         return dict(zip(known, weights, strict=True))
 
-    def _kept(self, call: Call, is_planned: bool) -> Collection[int] | None:
+    def _needed(self, call: Call) -> Collection[int]:
         if self._config.forecast != "fitted":
             return sorted(call.state.outputs)[-1:]
-        if not is_planned:  # Its weights are for the scheduled steps.
-            return None
         rows = self._config.rows_for(call.branch).items()
         return {old for step, row in rows for old in row if step > call.step.index}

@@ -88,7 +88,7 @@ class BlockSteps(Steps):
             verdict = Verdict("compute", obstacle)
         record, outcome = self._run(call, verdict)
         if decided is None:
-            call.run.decide(Verdict("compute" if record.computed else "skip", record.reason))
+            call.run.verdict = Verdict("compute" if record.computed else "skip", record.reason)
         self._store(call, record, outcome)
         return record, outcome.output
 

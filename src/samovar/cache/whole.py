@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ from ..arch import find_anatomy
 from ..core import nested
 from ..core.errors import ModelError
 from ..core.interop import COMPILED_CALL, FORWARD_WRAPPERS
-from .call import NEVER, Call, Steps, Verdict
+from .call import Call, Steps
 from .history import Output, numbers_in
 from .inputs import Inputs
 from .model import CachedModel, keep_latest, side_effect
@@ -107,66 +107,66 @@ def _are_same(before: Marked, after: Marked) -> bool:
     )
 
 
+class Plan(NamedTuple):
+    """What is done with a step."""
+
+    reason: str
+    is_skipped: bool = False
+    weights: Mapping[int, float] = {}
+    """Of computed outputs, by step, in what the sampler is given; of a computed step, none gives its own output."""
+
+
 class WholeSteps(Steps):
     """Takes steps whose whole outputs are forecast."""
 
     model: WholeModel
 
     def take(self, call: Call) -> tuple[StepRecord, Any]:
-        verdict = self._plan(call)
-        if verdict.reason in NEVER:
-            return StepRecord(call.step.index, True, verdict.reason), call.compute()
+        never = self._never(call)
+        if never is not None:
+            return StepRecord(call.step.index, True, never), call.compute()
         obstacle = self._obstacle(call)
-        verdict = self._decide(call, verdict, obstacle)
-        if verdict.action == "skip" and obstacle is None:
-            output = call.state.combined(self._weights(call))
+        plan, state = self._plan(call, obstacle), call.state
+        if plan.is_skipped and obstacle is None:
+            output = state.combined(plan.weights)
             if output is not None:
-                call.state.note_skipped()
-                call.state.watch(call.inputs)
-                return self._record(call, False, verdict.reason), output
+                state.note_skipped()
+                state.watch(call.inputs)
+                return self._record(call, False, plan.reason), output
             obstacle = NOT_STORED
-        is_planned = verdict.action == "compute"
-        output = self._compute(call, self._kept(call, is_planned))
-        corrected = call.state.combined(self._correction(call)) if is_planned else None
+        output = self._compute(call)
+        corrected = None if plan.is_skipped else state.combined(plan.weights)
         if call.step.is_last:
-            call.state.reset()
-        record = self._record(call, True, verdict.reason if is_planned else obstacle or verdict.reason)
-        return record, output if corrected is None else corrected
+            state.reset()
+        reason = obstacle if plan.is_skipped and obstacle is not None else plan.reason
+        return self._record(call, True, reason), output if corrected is None else corrected
 
-    def _plan(self, call: Call) -> Verdict:
-        """What is known of a step before its inputs are looked at."""
+    def _never(self, call: Call) -> str | None:
+        """Why no step of a run is skipped, if none is."""
         raise NotImplementedError
 
-    def _decide(self, call: Call, verdict: Verdict, obstacle: str | None) -> Verdict:
-        """What is done with a step, if nothing is in the way."""
-        return verdict
-
-    def _weights(self, call: Call) -> Mapping[int, float]:
-        """Of the computed steps in a skipped one."""
+    def _plan(self, call: Call, obstacle: str | None) -> Plan:
+        """What is done with a step. `obstacle`: why this branch cannot skip it, if it cannot."""
         raise NotImplementedError
 
-    def _kept(self, call: Call, is_planned: bool) -> Collection[int] | None:
-        """The steps whose outputs are still needed beside this one's; None if it is not stored."""
+    def _needed(self, call: Call) -> Collection[int]:
+        """The steps whose outputs are still needed beside this one's."""
         raise NotImplementedError
-
-    def _correction(self, call: Call) -> Mapping[int, float]:
-        """The weights of outputs, with this one's, in what a computed step gives; nothing for its own output."""
-        return {}
 
     def _record(self, call: Call, is_computed: bool, reason: str) -> StepRecord:
         return StepRecord(call.step.index, is_computed, reason)
 
-    def _compute(self, call: Call, kept: Collection[int] | None) -> Any:
-        """The output of a computed step, which is stored beside those that are kept."""
+    def _compute(self, call: Call) -> Any:
+        """The output of a computed step, which is stored beside those that are needed."""
         state, step = call.state, call.step
         output, copy = self.model.compute(call)
         if copy is None or call.is_again or not numbers_in(copy):
             state.reset()
-        elif kept is not None:
+        else:
             known = next(iter(state.outputs.values()), None)
             if known is not None and nested.signature(known.value) != nested.signature(copy):
                 state.reset()
-            stored = {index: state.outputs[index] for index in kept if index in state.outputs}
+            stored = {index: state.outputs[index] for index in self._needed(call) if index in state.outputs}
             state.outputs = {**stored, step.index: Output(step.place, copy)}
         state.note_computed(call.inputs, call.generation)
         return output

@@ -14,7 +14,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from contextvars import Token
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +91,6 @@ class _OpenCall(NamedTuple):
 
     token: Token[CallContext]
     leaves: Leaves
-    given: tuple[Any, ...]
 
 
 class _Open(threading.local):
@@ -133,7 +131,7 @@ class BranchHook(ModelHook):
         with self._lock:
             branch = self._branch_of(context, leaves)
         inner = context._replace(branch=None if branch is None else branch.name)
-        self._open.calls.append(_OpenCall(running_context.set(inner), leaves, (*args, *kwargs.values())))
+        self._open.calls.append(_OpenCall(running_context.set(inner), leaves))
         return args, kwargs
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
@@ -150,13 +148,6 @@ class BranchHook(ModelHook):
         """The samples of the running call, before they are split over ranks."""
         leaves = self._open.calls[-1].leaves.items() if self._open.calls else ()
         return [leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor) and self.roles.of(path) == "sample"]
-
-    def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Leaves | None:
-        """The leaves of these arguments, if they are those of the running call."""
-        call = self._open.calls[-1] if self._open.calls else None
-        given = (*args, *kwargs.values())
-        is_it = call is not None and len(given) == len(call.given) and all(map(is_, given, call.given))
-        return call.leaves if call is not None and is_it else None
 
     def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
         self._branches.clear()
