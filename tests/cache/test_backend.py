@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +20,6 @@ from samovar.cache import (
     PipelineStats,
     TeaCacheBackend,
     TeaCacheConfig,
-    TeaCacheHook,
     apply_teacache_hook,
     cache_names,
     make_cache_backend,
@@ -138,11 +135,6 @@ def test_an_unknown_name_is_refused_with_the_nearest(name: str, hint: str, monke
         make_cache_backend()
 
 
-def test_a_name_that_is_like_none_is_refused_with_all() -> None:
-    with pytest.raises(SettingError, match="Known: 'auto', 'cache_dit', 'none', 'tea_cache'"):
-        make_cache_backend("xyz")
-
-
 @pytest.mark.parametrize("cache", [3, ["tea_cache"], 0.2], ids=["number", "list", "float"])
 def test_anything_but_a_name_a_config_a_mapping_or_a_file_is_refused(cache: Any) -> None:
     with pytest.raises(SettingError, match=r"cache=.*; expected a name") as caught:
@@ -227,75 +219,6 @@ def test_on_off_and_on_again(flux: tuple[Any, torch.Tensor], name: str) -> None:
     assert not torch.equal(results[0], bare)
 
 
-def test_neutral_settings_give_the_bits_of_the_bare_pipeline(flux: tuple[Any, torch.Tensor]) -> None:
-    pipe, bare = flux
-    for settings in ({"rel_l1_thresh": 0}, {"schedule": "#" * STEPS}, {"min_steps": STEPS + 1}):
-        backend = TeaCacheBackend(settings)
-        handle = backend.enable(pipe)
-        assert torch.equal(FLUX.run(pipe, STEPS), bare)
-        assert masks(backend.stats()) == {"transformer": {"#" * STEPS}}
-        handle.detach()
-
-
-def test_nothing_has_run_yet(flux: tuple[Any, torch.Tensor]) -> None:
-    backend = TeaCacheBackend()
-    assert str(backend.stats()) == "nothing has run yet"
-    handle = backend.enable(flux[0])
-    assert backend.stats() == PipelineStats({})
-    handle.detach()
-
-
-def test_what_has_run_is_told_in_words_and_in_json(flux: tuple[Any, torch.Tensor]) -> None:
-    pipe, _ = flux
-    backend = TeaCacheBackend({"rel_l1_thresh": 0.5})
-    handle = backend.enable(pipe)
-    FLUX.run(pipe, STEPS)
-    stats = backend.stats()
-    handle.detach()
-    written = json.loads(json.dumps(stats.to_dict(), allow_nan=False))
-    assert set(written["transformer"]["branches"]) == {"cond", "uncond"}
-    assert written["transformer"]["model"] == "FluxTransformer2DModel"
-    assert str(stats).startswith("transformer: FluxTransformer2DModel: rel_l1_thresh=0.5\n")
-    assert stats.computed + stats.skipped == 2 * STEPS
-
-
-def test_enabling_twice_is_refused_and_changes_nothing(flux: tuple[Any, torch.Tensor]) -> None:
-    pipe, bare = flux
-    one, other = TeaCacheBackend(FAST), TeaCacheBackend()
-    handle = one.enable(pipe)
-    expected, before = FLUX.run(pipe, STEPS), footprint(pipe)
-    for backend in (one, other):
-        with pytest.raises(SettingError, match="already"):
-            backend.enable(pipe)
-        assert footprint(pipe) == before
-    assert torch.equal(FLUX.run(pipe, STEPS), expected), "the one that is on stays on"
-    handle.detach()
-    assert torch.equal(FLUX.run(pipe, STEPS), bare)
-    other.enable(pipe).detach()
-
-
-def test_detaching_twice_is_no_error(flux: tuple[Any, torch.Tensor]) -> None:
-    pipe, _ = flux
-    before, backend = footprint(pipe), TeaCacheBackend()
-    backend.refresh(pipe, 5)
-    handle = backend.enable(pipe)
-    handle.detach()
-    handle.detach()
-    assert footprint(pipe) == before
-
-
-def test_a_copy_of_a_cached_pipeline_is_bare(flux: tuple[Any, torch.Tensor]) -> None:
-    pipe, bare = flux
-    backend = TeaCacheBackend(FAST)
-    handle = backend.enable(pipe)
-    expected = FLUX.run(pipe, STEPS)
-    copied = copy.deepcopy(pipe)
-    assert torch.equal(FLUX.run(copied, STEPS), bare)
-    assert torch.equal(FLUX.run(pipe, STEPS), expected)
-    handle.detach()
-    assert [entry[1:] for entry in footprint(copied)] == [entry[1:] for entry in footprint(pipe)]
-
-
 def test_other_hooks_stay(flux: tuple[Any, torch.Tensor]) -> None:
     pipe, _ = flux
     before, branches, other = footprint(pipe), BranchHook(), ModelHook()
@@ -315,19 +238,6 @@ def test_other_hooks_stay(flux: tuple[Any, torch.Tensor]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ refresh
-
-
-def test_a_pipeline_begins_its_runs_itself(flux: tuple[Any, torch.Tensor]) -> None:
-    pipe, _ = flux
-    backend = TeaCacheBackend(FAST)
-    handle = backend.enable(pipe)
-    first = FLUX.run(pipe, STEPS)
-    assert torch.equal(FLUX.run(pipe, STEPS), first), "with no refresh between"
-    backend.refresh(pipe, STEPS)
-    assert torch.equal(FLUX.run(pipe, STEPS), first), "and with one"
-    FLUX.run(pipe, STEPS + 3)
-    assert masks(backend.stats()) == {"transformer": {"#..#..#..#.#"}}
-    handle.detach()
 
 
 def test_refresh_says_how_long_a_loop_of_ones_own_is() -> None:
@@ -350,44 +260,7 @@ def test_a_number_of_steps_that_cannot_be_is_refused(steps: Any) -> None:
         backend.refresh(model, steps)
 
 
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_nothing_is_kept_when_a_run_has_ended_or_was_stopped(flux: tuple[Any, torch.Tensor], is_stopped: bool) -> None:
-    pipe, _ = flux
-    backend, kept = TeaCacheBackend(FAST), []
-    handle = backend.enable(pipe)
-    expected = FLUX.run(pipe, STEPS)
-    hook = HookRegistry.get_or_create(pipe.transformer).get_hook("teacache")
-    assert isinstance(hook, TeaCacheHook)
-
-    def note(pipe: Any, step: int, time: Any, values: dict[str, Any]) -> dict[str, Any]:
-        kept.append(len(hook.state_manager.states()))
-        if is_stopped and step == 4:
-            raise KeyboardInterrupt
-        return {}
-
-    with contextlib.suppress(KeyboardInterrupt):
-        FLUX.run(pipe, STEPS, callback_on_step_end=note)
-    assert kept == [2] * (5 if is_stopped else STEPS), "one for each branch"
-    assert hook.state_manager.states() == {}
-    assert torch.equal(FLUX.run(pipe, STEPS), expected)
-    handle.detach()
-
-
 # ------------------------------------------------------------------------------------------------ which denoisers
-
-
-def test_a_bare_transformer(flux: tuple[Any, torch.Tensor]) -> None:
-    pipe, bare = flux
-    before, backend = footprint(pipe), TeaCacheBackend(FAST)
-    handle = backend.enable(pipe.transformer)
-    cached = FLUX.run(pipe, STEPS)
-    assert not torch.equal(cached, bare)
-    assert set(backend.stats().denoisers) == {"FluxTransformer2DModel"}
-    with pytest.raises(SettingError, match="already"):
-        TeaCacheBackend().enable(pipe)
-    handle.detach()
-    assert footprint(pipe) == before
-    assert torch.equal(FLUX.run(pipe, STEPS), bare)
 
 
 def test_two_denoisers_each_with_its_own_steps() -> None:
@@ -472,15 +345,6 @@ def test_a_pipeline_without_a_denoiser_is_refused(pipe: Any, says: str) -> None:
     with pytest.raises(ModelError, match=says):
         TeaCacheBackend().enable(pipe)
     assert before == (footprint(pipe) if hasattr(pipe, "__dict__") else [])
-
-
-def test_a_denoiser_under_a_name_of_its_own_is_declared() -> None:
-    pipe = Declares(net=Plain())
-    before, backend = footprint(pipe), TeaCacheBackend()
-    handle = backend.enable(pipe)
-    assert "teacache" in HookRegistry.get_or_create(pipe.net)  # type: ignore[attr-defined]
-    handle.detach()
-    assert footprint(pipe) == before
 
 
 class ModulePipeline(torch.nn.Module):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipelines import PIPELINES
-from samovar.cache import TeaCacheConfig, apply_teacache_hook, make_cache_backend
+from samovar.cache import TeaCacheConfig, make_cache_backend
 from samovar.core.errors import SettingError
 
 NAN, INF = math.nan, math.inf
@@ -26,77 +26,38 @@ FITTED: dict[str, Any] = {
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"rel_l1_thresh": -0.1}, ["rel_l1_thresh=-0.1", "a number, 0 or more"]),
-    ({"rel_l1_thresh": -INF}, ["rel_l1_thresh=-inf", "a number, 0 or more"]),
     ({"rel_l1_thresh": NAN}, ["rel_l1_thresh=nan", "a number, 0 or more"]),
     ({"rel_l1_thresh": True}, ["rel_l1_thresh=True", "a number"]),
     ({"rel_l1_thresh": "0.2"}, ["rel_l1_thresh='0.2'", "a number"]),
-    ({"rel_l1_thresh": None}, ["rel_l1_thresh=None", "a number"]),
-    ({"rel_l1_thresh": [0.2]}, ["rel_l1_thresh=[0.2]", "a number"]),
     ({"coefficients": [1, 2, 3, 4]}, ["coefficients=[1, 2, 3, 4]", "exactly five"]),
-    ({"coefficients": [1, 2, 3, 4, 5, 6]}, ["coefficients=[1, 2, 3, 4, 5, 6]", "exactly five"]),
-    ({"coefficients": []}, ["coefficients=[]", "exactly five"]),
     ({"coefficients": "12345"}, ["coefficients='12345'", "exactly five"]),
-    ({"coefficients": 5}, ["coefficients=5", "exactly five"]),
     ({"coefficients": [1, 2, NAN, 4, 5]}, ["coefficients", "nan", "five finite numbers"]),
-    ({"coefficients": [1, 2, 3, 4, INF]}, ["coefficients", "inf", "five finite numbers"]),
-    ({"coefficients": [1, 2, 3, 4, True]}, ["coefficients", "True", "five finite numbers"]),
-    ({"coefficients": [1, 2, 3, 4, "5"]}, ["coefficients", "'5'", "five finite numbers"]),
     ({"first_steps": 0}, ["first_steps=0", "a whole number, 1 or more"]),
-    ({"first_steps": 1.0}, ["first_steps=1.0", "a whole number"]),
-    ({"first_steps": True}, ["first_steps=True", "a whole number"]),
     ({"last_steps": -1}, ["last_steps=-1", "a whole number, 0 or more"]),
-    ({"last_steps": None}, ["last_steps=None", "a whole number"]),
-    ({"max_skips": 0}, ["max_skips=0", "a whole number, 1 or more"]),
     ({"max_skips": INF}, ["max_skips=inf", "a whole number"]),
-    ({"min_steps": -1}, ["min_steps=-1", "a whole number, 0 or more"]),
     ({"min_steps": "8"}, ["min_steps='8'", "a whole number"]),
     ({"start": -0.01}, ["start=-0.01", "from 0 to 1"]),
-    ({"end": 1.01}, ["end=1.01", "from 0 to 1"]),
-    ({"start": NAN}, ["start=nan", "from 0 to 1"]),
-    ({"end": "1"}, ["end='1'", "from 0 to 1"]),
     ({"start": 0.6, "end": 0.4}, ["start=0.6", "end=0.4", "Swap"]),
     ({"forecast": "linaer"}, ["forecast='linaer'", "'reuse', 'linear', 'fitted'", "Did you mean 'linear'?"]),
-    ({"forecast": None}, ["forecast=None", "'reuse', 'linear'"]),
-    ({"forecast": ["linear"]}, ["forecast=['linear']", "'reuse', 'linear'"]),
     ({"forecast": "linear", "forecast_of": "output"}, ["without a schedule", "cache='auto'"]),
     ({"schedule": "##.", "forecast": "linear"}, ["forecast='linear'", "is of outputs", "forecast_of='output'"]),
     ({"forecast_of": "outputs"}, ["forecast_of='outputs'", "'residual', 'output'", "Did you mean 'output'?"]),
     ({"schedule": ""}, ["schedule=''", "one True or False for each step"]),
-    ({"schedule": []}, ["schedule=[]", "one True or False for each step"]),
     ({"schedule": "#.x"}, ["schedule='#.x'", "'#'", "'.'"]),
-    ({"schedule": "# ."}, ["schedule='# .'", "'#'", "'.'"]),
-    ({"schedule": [True, None]}, ["schedule=[True, None]", "one True or False"]),
     ({"schedule": [1, 2]}, ["schedule=[1, 2]", "one True or False"]),
-    ({"schedule": [1.0, 0.0]}, ["schedule=[1.0, 0.0]", "one True or False"]),
-    ({"schedule": 12}, ["schedule=12", "one True or False"]),
     ({"schedule": ".##"}, ["schedule='.##'", "skips the first step"]),
-    ({"schedule": [False, True]}, ["schedule=[False, True]", "skips the first step"]),
     ({"schedule": {}}, ["schedule={}", "one mask for each branch name", "'*'"]),
     ({"schedule": {"cond": "#.", "uncond": "#.."}}, ["one mask for each branch name", "the same length"]),
-    ({"schedule": {"cond": "#.", "uncond": ".#"}}, ["schedule='.#'", "skips the first step"]),
     ({"schedule": {3: "#."}}, ["schedule={3: '#.'}", "for each branch name"]),
     ({"forecast": "fitted"}, ["forecast='fitted' without forecast_weights", "samovar tune"]),
     (FITTED | {"forecast": "linear"}, ["forecast='linear' with forecast_weights"]),
     (FITTED | {"schedule": None}, ["without a schedule"]),
-    (FITTED | {"forecast_of": "residual"}, ["forecast_of='residual'", "forecast_of='output'"]),
     (FITTED | {"forecast_weights": 3}, ["forecast_weights=3", "{branch: {skipped step"]),
     (FITTED | {"forecast_weights": {}}, ["forecast_weights of the branches []", "['cond', 'uncond']"]),
-    (FITTED | {"forecast_weights": {"cond": [1.0]}}, ["forecast_weights={'cond': [1.0]}", "{branch: {skipped step"]),
     (FITTED | {"forecast_weights": {"cond": WEIGHTS}}, ["['cond']", "['cond', 'uncond']", "the same branches"]),
     (FITTED | {"schedule": "#.."}, ["'cond' at step 1 combine the steps []", "computed steps before it"]),
-    (
-        FITTED | {"forecast_weights": {"*": {"1": {"0": 1.0}} | WEIGHTS}, "schedule": "#.."},
-        ["step 2 combine the steps [0,"],
-    ),
-    (FITTED | {"schedule": "#.##."}, ["'cond' at step 1 combine the steps []", "computed steps before it"]),
     (FITTED | {"forecast_weights": {"*": {"2": {"1": NAN}}}, "schedule": "##."}, ["{'1': nan}", "finite weights"]),
-    (
-        FITTED | {"forecast_weights": {"*": {"2": {"3": 1.0}}}, "schedule": "##.#"},
-        ["combine the steps [3]"],
-    ),
     ({"rel_l1_tresh": 0.2}, ["rel_l1_tresh", "Did you mean 'rel_l1_thresh'?"]),
-    ({"max_skip": 2}, ["max_skip", "Did you mean 'max_skips'?"]),
-    ({"forecast_off": "output"}, ["forecast_off", "Did you mean 'forecast_of'?"]),
     ({"zzz": 1}, ["'zzz'", "'rel_l1_thresh'", "'schedule'"]),
     ({3: 1}, ["3 is not a setting", "'rel_l1_thresh'"]),
 ]
@@ -125,24 +86,6 @@ def footprint(pipe: Any) -> Footprint:
     """What every module of a pipeline is, and what is in it; and the same of the pipeline."""
     modules = [m for part in pipe.components.values() if isinstance(part, torch.nn.Module) for m in part.modules()]
     return [(id(o), type(o), {name: id(value) for name, value in vars(o).items()}) for o in (*modules, pipe)]
-
-
-@pytest.fixture(scope="module")
-def watched_pipe() -> tuple[Any, Footprint]:
-    pipe = FLUX.build(0)
-    return pipe, footprint(pipe)
-
-
-@refused
-def test_nothing_is_attached_for_a_refused_setting(
-    watched_pipe: tuple[Any, Footprint], settings: dict[Any, Any], says: list[str]
-) -> None:
-    pipe, before = watched_pipe
-    with pytest.raises(SettingError):
-        make_cache_backend({"backend": "tea_cache", **settings}).enable(pipe)  # type: ignore[union-attr]
-    with pytest.raises(SettingError):
-        apply_teacache_hook(pipe.transformer, settings)
-    assert footprint(pipe) == before
 
 
 # ------------------------------------------------------------------------------------------------ what is accepted
@@ -190,16 +133,6 @@ def test_a_schedule_is_a_mask_however_it_is_written() -> None:
         assert dataclasses.replace(config, max_skips=2).masks == config.masks
 
 
-def test_settings_do_not_change_when_the_list_that_they_came_from_does() -> None:
-    coefficients, mask = [1.0, 2.0, 3.0, 4.0, 5.0], [True, False]
-    config = TeaCacheConfig(coefficients=coefficients, schedule=mask)
-    coefficients.append(6.0)
-    mask.append(True)
-    assert config.coefficients is not None
-    assert list(config.coefficients) == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert config.schedule == (True, False)
-
-
 def test_schedules_and_weights_are_found_by_branch() -> None:
     config = TeaCacheConfig.read(FITTED | {"schedule": {"cond": "##.#", "*": "##.."}, "forecast_weights": {
         "cond": WEIGHTS, "*": {2: {1: 1.0}, 3: {0: 2.0}}}})  # fmt: skip
@@ -215,15 +148,6 @@ def test_schedules_and_weights_are_found_by_branch() -> None:
     assert without.rows_for("other").get(2) is None
 
 
-def test_which_settings_never_skip() -> None:
-    assert TeaCacheConfig(rel_l1_thresh=0).never_skips
-    assert TeaCacheConfig(schedule="###").never_skips
-    assert not TeaCacheConfig(rel_l1_thresh=1e-9).never_skips
-    assert not TeaCacheConfig(rel_l1_thresh=0, schedule="#.#").never_skips, "a schedule asks for no threshold"
-    assert TeaCacheConfig(schedule={"cond": "##", "uncond": "##"}).never_skips
-    assert not TeaCacheConfig(schedule={"cond": "##", "uncond": "#."}).never_skips
-
-
 def test_the_summary_says_what_is_not_usual() -> None:
     assert TeaCacheConfig().summary() == "rel_l1_thresh=0.2"
     assert TeaCacheConfig(rel_l1_thresh=0.4, max_skips=None).summary() == "rel_l1_thresh=0.4, max_skips=None"
@@ -235,20 +159,6 @@ def test_the_summary_says_what_is_not_usual() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ of another length
-
-
-@pytest.mark.parametrize("steps", [9, 11])
-def test_a_schedule_of_another_length_is_refused_by_refresh_before_anything(steps: int) -> None:
-    pipe = FLUX.build(0)
-    backend = make_cache_backend({"backend": "tea_cache", "schedule": "#.#.#.#.##"})
-    assert backend is not None
-    backend.enable(pipe)
-    FLUX.run(pipe, steps=10)
-    before = backend.stats().to_dict()
-    with pytest.raises(SettingError, match=rf"for 10 steps, not for {steps}"):
-        backend.refresh(pipe, steps)
-    assert backend.stats().to_dict() == before
-    backend.refresh(pipe, 10)
 
 
 @pytest.mark.parametrize("forecast_of", ["residual", "output"])

@@ -148,18 +148,6 @@ def test_a_run_that_skips_nothing_gives_the_bits_of_the_bare_model(
 
 
 @ROADS
-def test_a_skipped_step_of_the_same_input_gives_the_same_output_and_no_work(
-    extractor: Callable[..., CacheContext],
-) -> None:
-    model, hook, calls = hooked(extractor)
-    computed, skipped = run(model, 0, 0)
-    assert (mask(hook), len(calls)) == ("#.", 1)
-    assert torch.equal(computed, run(Mixer(), 0)[0])
-    assert torch.allclose(skipped, computed, atol=1e-6)
-    assert skipped is not computed
-
-
-@ROADS
 def test_a_skipped_step_sees_its_own_input_and_adds_what_was_stored(extractor: Callable[..., CacheContext]) -> None:
     model, _, calls = hooked(extractor)
     _, skipped = run(model, 0, 1)
@@ -191,23 +179,6 @@ def test_the_signal_decides_by_what_the_extractor_says_it_is() -> None:
     assert "with_text" in hook.stats().signal
 
 
-def test_a_schedule_needs_no_signal() -> None:
-    model, hook, calls = hooked(with_text, schedule="#.#.")
-    outputs = run(model, 0, 0, 1, 1)
-    assert (mask(hook), len(calls)) == ("#.#.", 2)
-    assert torch.allclose(outputs[3], outputs[2], atol=1e-6)
-
-
-def test_a_branch_of_another_length_is_computed() -> None:
-    model, hook, _ = hooked(with_text)
-    with call_context(branch="only"), torch.no_grad():
-        sample, time, text = at(0)
-        model(sample, time, text)
-        (found,) = model(sample[:, :3], time, text)
-    assert mask(hook) == "##"
-    assert torch.equal(found, Mixer()(sample[:, :3], time, text)[0])
-
-
 def test_a_model_that_works_in_place_is_not_silently_wrong() -> None:
     """The hidden states that the extractor named are overwritten by the expensive part."""
 
@@ -225,14 +196,6 @@ def test_a_model_that_works_in_place_is_not_silently_wrong() -> None:
     computed, again = run(model, 0, 0)
     assert torch.equal(computed, run(Mixer(), 0)[0])
     assert torch.allclose(again, computed, atol=1e-5)
-
-
-@ROADS
-def test_no_more_is_stored_than_a_skipped_step_needs(extractor: Callable[..., CacheContext]) -> None:
-    model, hook, _ = hooked(extractor)
-    run(model, 0)
-    (state,) = hook.state_manager.states().values()
-    assert sum(part is not None for part in state.residuals) == 1, "the encoder's states end with the blocks"
 
 
 # ------------------------------------------------------------------------------------------------ which extractor
@@ -262,45 +225,6 @@ def test_the_nearest_class_counts_and_a_later_extractor_replaces_an_earlier_one(
     register_extractor("Mixer", bare_tensor)
     assert extractor_for(Mixer()) is bare_tensor
     assert extractor_for(torch.nn.Linear(1, 1)) is None
-
-
-def test_the_hook_shows_its_extractor_and_keeps_it() -> None:
-    model, hook, _ = hooked(with_text)
-    assert hook.extractor_fn is with_text
-    register_extractor("Mixer", without_text)
-    run(model, 0)
-    assert hook.extractor_fn is with_text
-    assert extractor_for(model) is without_text, "a hooked model is still of its class"
-
-
-def test_extra_states_are_the_authors_own() -> None:
-    one, other = (CacheContext(TEXT, TEXT, None, None, lambda: (TEXT,), lambda hidden: hidden) for _ in range(2))
-    assert one.extra_states == {}
-    assert one.extra_states is not other.extra_states
-    assert with_text(Mixer(), *at(0)).extra_states == {"length": 5}
-
-
-def test_attach_detach_attach() -> None:
-    model, hook, calls = hooked(with_text)
-    first = run(model, 0, 1, 2)
-    hook.detach()
-    calls.clear()
-    assert all(map(torch.equal, run(model, 0, 1, 2), run(Mixer(), 0, 1, 2)))
-    assert len(calls) == 3
-    apply_teacache_hook(model, INFINITE)
-    assert all(map(torch.equal, run(model, 0, 1, 2), first))
-
-
-def test_by_a_backend_on_the_bare_model() -> None:
-    register_extractor("Mixer", with_text)
-    model, backend = Mixer(), make_cache_backend({"backend": "tea_cache", **INFINITE})
-    assert backend is not None
-    handle = backend.enable(model)
-    run(model, 0, 0)
-    assert backend.stats().denoisers["Mixer"].branches["only"].mask == "#."
-    handle.detach()
-    assert type(model) is Mixer
-    assert torch.equal(run(model, 1)[0], run(Mixer(), 1)[0])
 
 
 # ------------------------------------------------------------------------------------------------ the signal alone

@@ -156,16 +156,6 @@ def test_a_sample_that_does_not_move_is_an_infinite_drift() -> None:
     assert drifts(sample, sample, branches, [1.0]) == [math.inf] * IMAGES
 
 
-def test_without_samples_the_error_is_relative_to_the_output() -> None:
-    branches = outputs(5)[:1]
-    newest, before = branches[0][:2]
-    gram = Path().products([[(step,) for step in branches[0]]], 1).numpy()
-    control = controlled({7: 1.0}, {5: 1.0})
-    found = [worst_drifts(one[None], control, [{5: 1.0}], 1 / 28)[0] for one in gram]
-    expected = (before - newest).norm(dim=1) / newest.norm(dim=1) / 28
-    assert found == pytest.approx(expected.tolist(), rel=1e-3)
-
-
 # ------------------------------------------------------------------------------------------------ rows
 
 
@@ -174,13 +164,6 @@ def paired_rows(
 ) -> tuple[Rows, Rows]:
     one, other = in_common(samples, outputs), in_common(outputs, samples) or outputs
     return as_rows(one, are_images), as_rows(other, are_images)
-
-
-def test_rows_are_images() -> None:
-    sample, output = torch.randn(2, 4, 8, 8), torch.randn(2, 4, 8, 8)
-    (samples,), (found,) = paired_rows([sample], [output])
-    assert torch.equal(samples, sample.flatten(1)[:, : samples.shape[1]])
-    assert found.shape == (2, 256)
 
 
 def test_channels_that_are_only_read_or_tell_a_variance_are_left_out() -> None:
@@ -199,35 +182,6 @@ def test_parts_are_paired_and_taken_as_one_image_each() -> None:
     assert all(torch.equal(2 * one, other) for one, other in zip(samples, found, strict=True))
 
 
-def test_samples_of_a_list_are_images() -> None:
-    """Their channels are not, as they would be if such a sample were a batch."""
-    listed = [torch.randn(16, 1, 4, 4) for _ in range(2)]
-    (samples,), (found,) = paired_rows(listed, listed, are_images=True)
-    assert samples.shape == found.shape == (2, 256)
-    (alone,), _ = paired_rows(listed[:1], listed[:1], are_images=True)
-    assert alone.shape == (1, 256)
-
-
 def test_a_sample_of_another_form_is_no_sample() -> None:
     assert paired_rows([torch.randn(2, 4, 8, 8)], [torch.randn(2, 64, 4)])[0] == ()
     assert paired_rows([], [torch.randn(2, 64, 4)])[0] == ()
-
-
-def test_large_samples_are_looked_at_in_part() -> None:
-    (samples,), (found,) = paired_rows([torch.randn(2, 5, 1000, 1000)], [torch.randn(2, 5, 1000, 1000)])
-    assert samples.shape == found.shape
-    assert samples.shape[1] <= 2**18
-
-
-def test_rows_are_copies() -> None:
-    sample = torch.randn(2, 64)
-    (samples,), _ = paired_rows([sample], [torch.randn(2, 64)])
-    kept = samples.clone()
-    sample.zero_()
-    assert torch.equal(samples, kept)
-
-
-@pytest.mark.parametrize("copies", [1, 2, 3])
-def test_a_batch_that_repeats_its_samples_for_guidance(copies: int) -> None:
-    rows = torch.cat([torch.randn(2, 16)] * copies)
-    assert gone(rows, 2 * rows).num_copies() == copies

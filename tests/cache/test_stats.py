@@ -22,12 +22,6 @@ STATS = CacheStats("Model", "rel_l1_thresh=0.2", "what reaches blocks.0.attn", {
 EMPTY = CacheStats("Model", "rel_l1_thresh=0.2", "the first block")
 
 
-def test_a_branch_counts_its_steps() -> None:
-    assert (COND.computed, COND.skipped, COND.mask) == (2, 2, "#..#")
-    assert (UNCOND.computed, UNCOND.skipped, UNCOND.mask) == (1, 1, "#.")
-    assert (BranchStats(()).computed, BranchStats(()).skipped, BranchStats(()).mask) == (0, 0, "")
-
-
 def test_a_model_adds_up_its_branches() -> None:
     assert (STATS.computed, STATS.skipped) == (3, 3)
     assert STATS.expected_speedup == pytest.approx(6 / (3 + 3 * 0.01))

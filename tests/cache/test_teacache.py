@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import logging
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +18,8 @@ from driving import (
     Plain,
     at,
     cached,
-    case,
     differing,
     flux,
-    hook_on,
     loop,
     masks,
     qwen,
@@ -97,32 +91,6 @@ def test_decisions_are_those_of_plain_teacache(tiny: TinyPipeline, threshold: fl
     assert set(mask) == {"#", "."}
     assert [step.distance for step in cond.steps[1:]] == pytest.approx(distances, rel=1e-5)
     assert [step.distance for step in uncond.steps] == [None] * 10, "the first branch decides for all"
-
-
-def test_coefficients_that_are_given_take_the_place_of_the_models_own() -> None:
-    pipe = qwen.build(0)
-    backend = cached(pipe, rel_l1_thresh=0.2, coefficients=[0, 0, 0, 2, 0])
-    with recorded(pipe.transformer) as recorder:
-        qwen.run(pipe, steps=12)
-    cond, _ = backend.stats().denoisers["transformer"].branches.values()
-    backend.handle.detach()
-    signals = modulated_inputs(pipe.transformer, recorder.calls[::2])
-    assert cond.mask == plain_teacache(signals, (0, 0, 0, 2, 0), 0.2)[0]
-
-
-def test_a_model_without_coefficients_says_so_and_borrows_none(caplog: pytest.LogCaptureFixture) -> None:
-    model = Plain()
-    with caplog.at_level(logging.INFO):
-        hook = apply_teacache_hook(model, {**UNGUARDED, "rel_l1_thresh": 0.3})
-    assert "No TeaCache coefficients are known for Plain" in caplog.text
-    loop(model)
-    assert "not rescaled" in hook.stats().signal
-    steps, accumulated = hook.stats().branches["only"].steps, 0.0
-    for step in steps[1:]:
-        assert step.distance is not None
-        accumulated += step.distance
-        assert step.accumulated == pytest.approx(accumulated)
-        accumulated = 0.0 if step.computed else accumulated
 
 
 GUARDS: dict[str, tuple[dict[str, Any], str]] = {
@@ -240,25 +208,6 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("tiny", [flux, qwen], ids=["flux", "qwen"])
-def test_one_decision_a_step_for_all_branches(tiny: TinyPipeline, measured: list[Any]) -> None:
-    pipe = tiny.build(0)
-    backend = cached(pipe, rel_l1_thresh=0.2, last_steps=1)
-    tiny.run(pipe, steps=12)
-    assert len(measured) == 10, "all steps but the first and the last"
-    assert len(set(masks(backend.stats()))) == 1
-
-
-def test_a_third_branch_costs_no_decision(measured: list[Any]) -> None:
-    model = Plain()
-    apply_teacache_hook(model, {**UNGUARDED, "rel_l1_thresh": 0.3})
-    for step in range(6):
-        for branch, conditioning in (("cond", COND), ("uncond", UNCOND), ("third", THIRD)):
-            with torch.no_grad(), call_context(branch=branch):
-                model(*at(step), conditioning)
-    assert len(measured) == 5
-
-
 @pytest.mark.parametrize("how", [{}, {"forecast": "linear", "forecast_of": "output"}])
 def test_a_schedule_waits_for_nothing(measured: list[Any], how: dict[str, str]) -> None:
     pipe = flux.build(0)
@@ -349,28 +298,6 @@ class _Stepped:
         self.scheduler: Any = SimpleNamespace(timesteps=torch.linspace(1, 0, 12), _step_index=None)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_branch_that_is_new_is_computed_first(plan: str) -> None:
-    model = Plain()
-    hook = apply_teacache_hook(model, SKIPPING)
-    outputs = branched(model, PLANS[plan], named=True)
-    found = all_masks(hook)
-    assert {mask[0] for mask in found.values()} == {"#"}
-    # One that has to decide when another is gone has no signal yet, and is computed once more; so is one after a gap.
-    gaps = {"now and then": 4}.get(plan, 0)
-    assert all(mask.count("#") <= 2 + gaps for mask in found.values())
-    exact = branched(Plain(), PLANS[plan], named=True)
-    for conditioning in (COND, UNCOND, THIRD):
-        places = [
-            (step, index)
-            for step, given in enumerate(PLANS[plan])
-            for index, given_one in enumerate(given)
-            if given_one is conditioning
-        ]
-        for step, index in places[:1]:
-            assert torch.equal(outputs[step][index], exact[step][index])
-
-
 @pytest.mark.parametrize("settings", [{"rel_l1_thresh": 0.3}])
 def test_requests_in_turn_are_as_one_after_the_other(settings: dict[str, Any]) -> None:
     requests = {"one": COND, "two": UNCOND, "three": COND}
@@ -390,23 +317,6 @@ def test_requests_in_turn_are_as_one_after_the_other(settings: dict[str, Any]) -
         assert differing(found[request], expected[request]) == []
         assert hooks[0].stats(request).branches == hooks[1].stats(request).branches
     assert len({str(hooks[0].stats(request).branches) for request in requests}) == 3, "they are not alike"
-
-
-def test_a_request_that_begins_later_or_stops_is_nobodys_business() -> None:
-    serial, model = Plain(), Plain()
-    for found in (serial, model):
-        apply_teacache_hook(found, {**UNGUARDED, "rel_l1_thresh": 0.3})
-    with call_context(request="one"):
-        expected = loop(serial, name="one")
-    outputs = []
-    with torch.no_grad():
-        for step in range(12):
-            with call_context(request="one", branch="only"):
-                outputs.append(model(*at(step, name="one"), COND))
-            if 3 <= step < 8:
-                with call_context(request="two", branch="only"):
-                    model(*at(step - 3, name="two"), UNCOND)
-    assert differing(outputs, expected) == []
 
 
 def test_a_run_may_end_while_another_begins() -> None:
@@ -473,14 +383,6 @@ def test_a_call_of_which_nothing_tells_the_branch_is_computed() -> None:
 # ------------------------------------------------------------------------------------------------ runs of a loop
 
 
-def test_a_run_begins_when_time_turns_back() -> None:
-    model, fresh = Plain(), Plain()
-    for found in (model, fresh):
-        apply_teacache_hook(found, SKIPPING)
-    loop(model, steps=7)
-    assert differing(loop(model, name="other"), loop(fresh, name="other")) == []
-
-
 @pytest.mark.parametrize("schedule", [None, "#..........."])
 @pytest.mark.parametrize("aborted", [2, 5])
 def test_a_run_after_one_that_was_aborted_is_a_fresh_one(aborted: int, schedule: str | None) -> None:
@@ -506,25 +408,6 @@ def test_a_refresh_begins_a_run_of_so_many_steps() -> None:
         planned.refresh(other, 5)
 
 
-def test_an_error_in_a_call_leaves_the_run_as_it_was() -> None:
-    model, fresh = Plain(), Plain()
-    for found in (model, fresh):
-        apply_teacache_hook(found, SKIPPING)
-    expected = loop(fresh, steps=4)
-    outputs = loop(model, steps=2)
-
-    def fail(*_: Any) -> None:
-        raise ValueError("no more")
-
-    handle = model.unembed.register_forward_pre_hook(fail)
-    with pytest.raises(ValueError, match="no more"):
-        loop(model, steps=1)
-    handle.remove()
-    hook_on(model).reset_state(model)
-    assert differing(loop(model, steps=4), expected) == []
-    assert len(outputs) == 2
-
-
 # ------------------------------------------------------------------------------------------------ forecasts
 
 
@@ -546,31 +429,6 @@ def test_an_output_is_forecast_along_a_line_through_the_noise() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ on and off
-
-
-def test_on_off_and_on_again() -> None:
-    name = "QwenImageTransformer2DModel"
-    model = case(name).build()
-
-    def run() -> list[Any]:
-        with call_context(branch="only"):
-            return [case(name).run(model, step) for step in range(4)]
-
-    def entries() -> list[tuple[type, dict[str, Any]]]:
-        return [(type(module), dict(vars(module))) for module in model.modules()]
-
-    before, exact = [(kind, set(names)) for kind, names in entries()], run()
-    skipped = []
-    for _ in range(2):
-        with apply_teacache_hook(model, SKIPPING) as hook:
-            skipped.append(run())
-        assert [(kind, set(names)) for kind, names in entries()] == before
-        assert differing(run(), exact) == []
-    assert differing(*skipped) == []
-    assert differing(skipped[0], exact) == [1, 2, 3]
-    again = apply_teacache_hook(model, SKIPPING)
-    hook.detach()
-    assert HookRegistry.get_or_create(model).get_hook("teacache") is again, "a detached hook does not detach another"
 
 
 def test_a_second_cache_and_a_wrong_place_are_refused() -> None:
@@ -600,53 +458,6 @@ def test_statistics_outlive_the_cache() -> None:
     before = hook.stats().branches
     hook.detach()
     assert hook.stats().branches == before
-
-
-def test_copies_of_a_cached_model_are_bare(tmp_path: Path) -> None:
-    name = "FluxTransformer2DModel"
-    model = case(name).build()
-    exact = case(name).run(model, 1)
-    apply_teacache_hook(model, SKIPPING)
-    with call_context(branch="only"):
-        case(name).run(model, 0)
-        model.save_pretrained(tmp_path)
-        read = zoo.as_built(type(model).from_pretrained(tmp_path))
-        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), read]
-        for copied in copies:
-            assert zoo.equal(case(name).run(copied, 1), exact)
-            assert not any("samovar" in entry for module in copied.modules() for entry in vars(module))
-        assert not zoo.equal(case(name).run(model, 1), exact), "the original goes on skipping"
-
-
-def test_another_precision_between_two_runs() -> None:
-    model = Plain()
-    hook = apply_teacache_hook(model, {**UNGUARDED, "rel_l1_thresh": 0.3})
-    before = loop(model)
-    model.to(torch.bfloat16)
-    with torch.no_grad(), call_context(branch="only"):
-        half = [model(*(given.bfloat16() for given in at(step)), COND.bfloat16()) for step in range(4)]
-    assert {output.dtype for output in half} == {torch.bfloat16}
-    model.to(torch.float32)
-    fresh = Plain().to(torch.bfloat16).to(torch.float32)
-    apply_teacache_hook(fresh, {**UNGUARDED, "rel_l1_thresh": 0.3})
-    assert differing(loop(model), loop(fresh)) == []
-    assert hook.stats().problem is None
-    assert len(before) == 12
-
-
-def test_in_inference_mode() -> None:
-    settings = {**UNGUARDED, "rel_l1_thresh": 0.3}
-    plain, model = Plain(), Plain()
-    hooks = [apply_teacache_hook(found, settings) for found in (plain, model)]
-    expected = loop(plain)
-    with torch.inference_mode():
-        conditioning, outputs = COND.clone(), []
-        with call_context(branch="only"):
-            for step in range(12):
-                outputs.append(model(*(given.clone() for given in at(step, name="x")), conditioning))
-    assert differing(outputs, expected) == []
-    assert hooks[0].stats().branches == hooks[1].stats().branches
-    loop(model, steps=4)
 
 
 def test_a_step_whose_gradients_are_wanted_is_computed() -> None:

@@ -53,13 +53,6 @@ def test_what_is_read_and_is_no_weight_is_kept() -> None:
     assert audit.constants[0] is TABLE
 
 
-def test_a_copy_from_another_device() -> None:
-    audit = Audit([torch.ones(4, device="meta")], [])
-    with audit:
-        torch.ones(4).to("meta")
-    assert audit.problem == "copies between devices (_to_copy)"
-
-
 def test_the_same_numbers_are_copied_from_the_first() -> None:
     constants = Constants(torch.device("cpu"))
     with constants:
@@ -72,13 +65,3 @@ def test_the_same_numbers_are_copied_from_the_first() -> None:
     assert other.tolist() == [1, 2], "each call has its own"
     with constants:
         assert torch.tensor([1, 2]).tolist() == [1, 2]
-
-
-def test_other_calls_are_what_they_are() -> None:
-    constants, given = Constants(torch.device("cpu")), torch.ones(2)
-    with constants:
-        assert torch.as_tensor(given) is given
-        assert torch.tensor([given[0], given[1]]).tolist() == [1.0, 1.0]
-        assert torch.zeros(2).tolist() == [0.0, 0.0]
-        assert torch.tensor(1.0, device="meta").is_meta, "not on this device"
-    assert len(constants.made) == 0

@@ -14,7 +14,6 @@ import os
 import sys
 import threading
 import types
-from collections import UserDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -28,7 +27,7 @@ from torch.nn import functional
 import zoo
 from samovar.graphs import GraphsConfig, apply_graphs
 from samovar.graphs.guard import obstacle
-from samovar.hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook, watched
+from samovar.hooks import HookOrder, HookRegistry, ModelHook, watched
 
 CASES = {case.id: case for case in zoo.load()}
 EVERY = 4
@@ -117,10 +116,6 @@ KINDS: dict[str, Kind] = {
     "a table": Kind("seen", lambda: {"a": 1.0}, lambda h: h["a"], lambda h: h.update(a=3.0)),
     "deep in a table": Kind("seen", lambda: {"a": [{"b": [[1.0]]}]}, lambda h: h["a"][0]["b"][0][0],
                             lambda h: h["a"][0]["b"][0].__setitem__(0, 3.0)),
-    "a list in a tuple": Kind("seen", lambda: ([1.0],), lambda h: h[0][0], lambda h: h[0].__setitem__(0, 3.0)),
-    "a queue": Kind("seen", lambda: deque([1.0]), lambda h: h[0], lambda h: h.__setitem__(0, 3.0)),
-    "a set": Kind("seen", lambda: {1.0}, lambda h: max(h), lambda h: h.add(3.0)),
-    "a dictionary of a user's": Kind("seen", lambda: UserDict(a=1.0), lambda h: h["a"], lambda h: h.update(a=3.0)),
     "a view of a table": Kind("seen", lambda: (table := {"a": 1.0}, types.MappingProxyType(table)),
                               lambda h: h[1]["a"], lambda h: h[0].update(a=3.0)),
     "a tensor in a table": Kind("seen", lambda: {"a": torch.ones(1)}, lambda h: h["a"],
@@ -128,20 +123,10 @@ KINDS: dict[str, Kind] = {
     "the memory of a tensor": Kind("seen", lambda: {"a": torch.ones(1)}, lambda h: h["a"],
                                    lambda h: setattr(h["a"], "data", torch.full((1,), 3.0))),
     "an object": Kind("seen", Settings, lambda h: h.gain, lambda h: setattr(h, "gain", 3.0)),
-    "a list in an object": Kind("seen", Settings, lambda h: h.table["gains"][0],
-                                lambda h: h.table["gains"].__setitem__(0, 3.0)),
-    "an object in an object": Kind("seen", lambda: Settings(Settings()), lambda h: h.deeper.gain,
-                                   lambda h: setattr(h.deeper, "gain", 3.0)),
     "a namespace": Kind("seen", lambda: argparse.Namespace(gain=1.0), lambda h: h.gain,
                         lambda h: setattr(h, "gain", 3.0)),
-    "a plain namespace": Kind("seen", lambda: types.SimpleNamespace(gain=1.0), lambda h: h.gain,
-                              lambda h: setattr(h, "gain", 3.0)),
     "a partial": Kind("seen", lambda: functools.partial(max, 1.0, key=abs), lambda h: h(0.5),
                       lambda h: h.keywords.update(key=lambda number: -number)),
-    "a module in a list": Kind("seen", lambda: [nn.Linear(8, 8)], lambda h: h[0].weight[0, 0],
-                               lambda h: setattr(h[0], "weight", nn.Parameter(torch.eye(8)))),
-    "the memory of its weight": Kind("seen", lambda: [nn.Linear(8, 8)], lambda h: h[0].weight[0, 0],
-                                     lambda h: setattr(h[0].weight, "data", torch.eye(8))),
     "a module in an object": Kind("seen", lambda: Settings(nn.Linear(8, 8)), lambda h: h.deeper.weight[0, 0],
                                   lambda h: setattr(h.deeper, "weight", nn.Parameter(torch.eye(8)))),
     "a setting of a module in an object": Kind("seen", lambda: Settings(nn.Identity()), lambda h: h.deeper.training,
@@ -217,12 +202,10 @@ def _transpose(parameter: nn.Parameter) -> None:
 
 OF_MODULES: dict[str, Callable[[Layer], object]] = {
     "a number": lambda m: setattr(m, "number", 3.0),
-    "a setting of torch's module": lambda m: setattr(m.norm, "eps", 0.5),
     "a function of torch's module": lambda m: setattr(m.act, "approximate", "tanh"),
     "an attribute that is new": lambda m: setattr(m, "gain", 3.0),
     "a weight": lambda m: setattr(m.inner, "weight", nn.Parameter(m.inner.weight * 2)),
     "the memory of a weight": lambda m: setattr(m.inner.weight, "data", m.inner.weight.data * 2),
-    "the contents of a weight": lambda m: m.inner.weight.data.mul_(2),
     "a weight, transposed where it is": lambda m: _transpose(m.inner.weight),
     "less of a buffer, where it is": lambda m: setattr(m.parts, "data", m.parts.data[:1]),
     "the same bits as other numbers": lambda m: setattr(m.parts, "data", m.parts.data.view(torch.int32)),
@@ -231,8 +214,6 @@ OF_MODULES: dict[str, Callable[[Layer], object]] = {
     "a module's forward": lambda m: setattr(m.inner, "forward", lambda x: x - 1.0),
     "a module's class": lambda m: setattr(m.norm, "__class__", type("Other", (nn.LayerNorm,), {"forward": tripled})),
     "a forward hook": lambda m: m.inner.register_forward_hook(lambda *given: given[2] * 2),
-    "a hook before": lambda m: m.inner.register_forward_pre_hook(lambda m, args: (args[0] * 2,)),
-    "a table of hooks": lambda m: vars(m.inner).update(_forward_hooks={1: lambda module, args, output: output * 2}),
 }
 
 
@@ -253,13 +234,10 @@ def test_a_change_of_a_module_is_seen(name: str) -> None:
 
 PATCHES: dict[str, tuple[Any, str, Any]] = {
     "a method": (Base, "extra", tripled),
-    "a method of a subclass": (Layer, "extra", tripled),
     "a forward": (Layer, "forward", lambda self, x: x * 7),
-    "a number of a class": (Base, "gain", 3.0),
     "a property": (Layer, "scale", property(lambda self: 3.0)),
     "a function of the model's file": (THIS, "inner_helper", tripled),
     "a function of torch": (functional, "softmax", tripled),
-    "a function that torch's module calls": (functional, "gelu", tripled),
     "a forward of torch's": (nn.Linear, "forward", lambda self, x: x * 3),
 }
 
@@ -286,7 +264,7 @@ class Processor(FluxAttnProcessor):  # type: ignore[misc]
         return tuple(one * gain for one in output) if isinstance(output, tuple) else output * gain
 
 
-OF_PROCESSORS = ("an object", "a namespace", "an array", "a module in an object", "a context")
+OF_PROCESSORS = ("an object", "an array", "a module in an object", "a context")
 
 
 def flux() -> tuple[Any, Callable[[], Any]]:
@@ -352,30 +330,6 @@ def test_adapters_and_backends_of_attention_are_seen() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ hooks
-
-
-def test_another_hook_of_ours_on_a_hooked_module() -> None:
-    class Passes(ModelHook):
-        may_be_left_out = True
-
-        def bypass(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return NOT_BYPASSED
-
-    class Doubles(ModelHook):
-        def post_forward(self, module: nn.Module, output: Any) -> Any:
-            return 2 * output
-
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(3, 8)
-    registry = HookRegistry.get_or_create(model[0])
-    registry.register_hook("passes", Passes())
-    with torch.no_grad(), apply_graphs(model) as hook:
-        before = [model(x) for _ in range(4)][-1]
-        assert hook.stats().replayed == 2
-        registry.register_hook("doubles", Doubles())
-        found = model(x)
-        registry.remove_hook("doubles")
-        assert not torch.equal(found, before)
-        assert torch.equal(model(x), before)
 
 
 def test_hooks_that_a_replay_would_leave_out() -> None:

@@ -27,10 +27,8 @@ SAME: list[tuple[Any, Any]] = [
     (Held(A), Held(B)), ((A, A), (B, B)), (A.expand(4, 2, 3), B.expand(4, 2, 3)),
 ]  # fmt: skip
 OTHER: list[tuple[Any, Any]] = [
-    (A, A.t()), (A, A.double()), (A, A[:1]), (A, A.t().contiguous().t()), ([A], (A,)), ([A, 1], [A, 2]),
-    ([A, 1], [A, 1.0]), ([A, True], [A, 1]), ({"a": A}, {"b": A}), ((A, A), (A, B)), (Held(A), Held(A, "b")),
-    (Pair(A, 1), (A, 1)), ([A, []], [A, ()]), (A.expand(2, 2, 3), A),
-    ([A, 0.0], [A, -0.0]), ([A, None], [A, 0]), ([[A], B], [[A, B]]),
+    (A, A.t()), (A, A.double()), (A, A[:1]), ([A], (A,)), ([A, 1], [A, 2]), ([A, True], [A, 1]), ((A, A), (A, B)),
+    (Held(A), Held(A, "b")), (A.expand(2, 2, 3), A), ([A, 0.0], [A, -0.0]),
 ]  # fmt: skip
 
 
@@ -62,8 +60,7 @@ def test_what_cannot_be_compared(value: Any) -> None:
 
 
 @pytest.mark.parametrize("form", [
-    lambda t: t, lambda t: t.t(), lambda t: t[:, ::2], lambda t: t.expand(4, 2, 3), lambda t: t[:1].expand(5, 3),
-    lambda t: t[0, 0].expand(3), lambda t: t[..., None].expand(2, 3, 4), lambda t: t[:0], lambda t: t.sum(),
+    lambda t: t.t(), lambda t: t[:, ::2], lambda t: t.expand(4, 2, 3), lambda t: t[:0], lambda t: t.sum(),
 ])  # fmt: skip
 def test_a_place_has_the_form_and_takes_the_contents(form: Any) -> None:
     one, other = form(A), form(B)
@@ -74,20 +71,6 @@ def test_a_place_has_the_form_and_takes_the_contents(form: Any) -> None:
     places.fill(({"x": [other]},))
     assert torch.equal(place, other)
     assert torch.equal(one, form(torch.arange(6.0).reshape(2, 3))), "what was given is left alone"
-
-
-def test_a_tensor_that_is_given_twice_is_one_place() -> None:
-    places = StaticInputs((A, [A], B))
-    one, (again,), other = places.given()
-    assert one is again
-    assert one is not other
-    assert len(places.tensors) == 2
-
-
-def test_lists_are_new_each_time() -> None:
-    places = StaticInputs(([[A]],))
-    places.given()[0][0].clear()
-    assert len(places.given()[0][0]) == 1
 
 
 def test_bits_are_compared() -> None:

@@ -114,24 +114,6 @@ def test_two_requests_in_turns(forward: Callable[..., Any], lead: int) -> None:
     calls.assert_recognised(doubtful=forward is not usual)
 
 
-@pytest.mark.parametrize("make", [int, float, torch.tensor])
-def test_numbers_tell_branches_apart(make: Callable[[int], Any]) -> None:
-    calls = Calls(usual)
-    for index, (sample, time) in enumerate(steps()):
-        for label in (3, 1000):
-            calls(label, sample, index if make is int else time, make(label))
-    calls.assert_recognised()
-
-    def scaled(self: Any, hidden_states: Any, text: Any, strength: Any = 1.0) -> Any:
-        return hidden_states
-
-    calls = Calls(scaled)  # Without a time, a number is none either.
-    for sample, _ in steps():
-        for strength in (1.0, 2.0):
-            calls(strength, sample, TEXT, strength=make(strength))
-    calls.assert_recognised()
-
-
 def test_requests_that_differ_in_a_number_of_unknown_name_are_not_mixed() -> None:
     calls = Calls(richer)
     for (one, time), (other, _) in zip(steps(), steps(seed=1), strict=True):
@@ -294,23 +276,6 @@ def test_hints_and_paths() -> None:
     leaves = leaves_of(("a", "*rest"), (1, 2, [3, {"x": None}]), {"b": (4,)})
     assert leaves == {"a": 1, "rest.0": 2, "rest.1.0": 3, "rest.1.1.x": None, "b.0": 4}
     assert list(leaves_of(("x", "text"), (), {"a": 4, "b": 3, "text": 2, "x": 1})) == ["x", "text", "a", "b"]
-
-
-def test_leaves_are_those_of_the_running_call() -> None:
-    """Another hook may have put something else in the place of an argument."""
-    calls, found = Calls(usual), list[Any]()
-
-    class Looks(ModelHook):
-        def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            found.extend(calls.hook.leaves(given, kwargs) for given in (args, (args[0] * 2, *args[1:]), args[:1]))
-            found.append(calls.hook.samples())
-            return args, kwargs
-
-    HookRegistry.get_or_create(calls.model).register_hook("looks", Looks())
-    sample, time = next(steps())
-    calls(None, sample, time, y=TEXT)
-    assert found == [{"img": sample, "timesteps": time, "y": TEXT}, None, None, [sample]]
-    assert calls.hook.leaves((sample, time), {"y": TEXT}) is None
 
 
 # ------------------------------------------------------------------------------------------------ by time alone

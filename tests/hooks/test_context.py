@@ -146,12 +146,6 @@ def test_a_branch_can_be_named_by_hand() -> None:
     assert manager.context == CallContext()
 
 
-def test_threads_get_one_state_for_one_context() -> None:
-    manager, gate = StateManager(Count), threading.Barrier(8)
-    found = in_threads(8, lambda: (gate.wait(timeout=20), manager.get_state())[1])
-    assert len(set(map(id, found))) == 1
-
-
 def test_states_do_not_fill_the_memory_and_one_that_is_stuck_keeps_no_other() -> None:
     manager = StateManager(Count)
     first = manager.get_state()

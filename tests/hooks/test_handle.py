@@ -22,15 +22,6 @@ def test_detaching_undoes_in_reverse_order_and_only_once() -> None:
     assert undone == ["second", "first"]
 
 
-def test_leaving_the_block_detaches_even_when_it_raises() -> None:
-    undone: list[str] = []
-    undo = contextlib.ExitStack()
-    undo.callback(undone.append, "done")
-    with pytest.raises(KeyError), Handle(undo):
-        raise KeyError("inside")
-    assert undone == ["done"]
-
-
 def test_attributes_that_are_changed_for_now_come_back_even_when_the_block_raises() -> None:
     owner = SimpleNamespace(name="own", size=1)
     with for_now(owner, name="other"):

@@ -191,30 +191,6 @@ def test_where_a_pipeline_computes(flux: Any) -> None:
     assert not hasattr(Own(), "device")
 
 
-def test_a_call_that_others_put_on_the_class_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As caches of other libraries do, before or after a pipeline is hooked."""
-    pipe, watch, bare = Settled(), Watch(), Settled.__call__
-    handle = hook_pipeline(pipe, "watch", watch)
-    monkeypatch.setattr(Settled, "__call__", lambda self: 10 + bare(self))
-    assert pipe() == Settled()() == 13
-    handle.detach()
-    hook_pipeline(pipe, "watch", watch)
-    assert pipe() == 13
-    monkeypatch.undo()
-    assert pipe() == Settled()() == 3
-    assert watch.names == ["start", "end"] * 3
-
-
-def test_a_class_that_others_made_of_a_hooked_one_stays() -> None:
-    pipe, other = Own(), type("Other", (Own,), {})
-    with hook_pipeline(pipe, "watch", Watch()):
-        derived = type("Derived", (type(pipe),), {})()
-        hook_pipeline(derived, "watch", Watch()).detach()
-        assert (type(derived).__name__, pipeline_hooks(derived)) == ("Derived", {})
-        pipe.__class__ = other
-    assert type(pipe) is other
-
-
 class Slotted:
     __slots__ = ("scheduler",)
 
@@ -310,36 +286,6 @@ def test_hooks_start_in_order_and_end_in_reverse_whichever_fails(fails: str, exp
         pipe()
     assert [name for name, _ in events] == expected
     assert current_run() is None
-
-
-@pytest.mark.parametrize("make", [lambda: Own(lambda body: body()), ModulePipeline], ids=["object", "module"])
-def test_runs_in_two_threads_do_not_meet(make: Callable[[], Any]) -> None:
-    pipe, watch, seen = make(), Watch(), list[Any]()
-    entered, left = [threading.Event(), threading.Event()], threading.Event()
-
-    def first() -> None:
-        entered[0].set()
-        assert entered[1].wait(10)
-        seen.append(current_run())
-
-    def second() -> None:
-        entered[1].set()
-        assert left.wait(10)
-        seen.append(current_run())
-
-    hook_pipeline(pipe, "watch", watch)
-    threads = [
-        threading.Thread(target=lambda: (pipe(first), left.set())),
-        threading.Thread(target=pipe, args=(second,)),
-    ]
-    threads[0].start()
-    assert entered[0].wait(10)
-    threads[1].start()
-    for thread in threads:
-        thread.join(20)
-    assert [run for name, run in watch.events if name == "start"] == seen
-    assert [run for name, run in watch.events if name == "end"] == seen, "each thread ends its own run"
-    assert len(set(seen)) == 2
 
 
 def test_a_module_pipeline_keeps_its_other_hooks_and_may_be_reset() -> None:

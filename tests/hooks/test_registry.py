@@ -103,15 +103,6 @@ def test_every_way_to_call_goes_through_the_hooks_once() -> None:
     assert module("", suffix="!") == module.forward("", suffix="!") == "1!1"
 
 
-def test_an_override_can_call_the_original() -> None:
-    class Twice(ModelHook):
-        def new_forward(self, module: torch.nn.Module, text: str) -> str:
-            return self.call_original(module, self.call_original(module, text))
-
-    module, _ = hooked(twice=Twice(), one=Around("1"))
-    assert module("") == "1ECHOECHO1"
-
-
 def test_a_bypassed_call_is_seen_by_no_other_hook() -> None:
     class Cached(ModelHook):
         answer: Any = NOT_BYPASSED
@@ -187,13 +178,6 @@ def test_a_module_that_cannot_be_hooked_is_left_alone() -> None:
     assert noting.events == ["begins", "ends"]
     with pytest.raises(SamovarError, match=r"torch\.nn\.Module, not to 'text' \(str\)"):
         HookRegistry.get_or_create("text")  # type: ignore[arg-type]
-
-
-def test_a_second_registry_on_a_hooked_module_is_refused() -> None:
-    module, _ = hooked(one=Around("1"))
-    with pytest.raises(RuntimeError, match="hooked through another registry"):
-        HookRegistry(module).register_hook("2", Around("2"))
-    assert module("") == "1ECHO1"
 
 
 def test_replacing_warns_and_ends_the_old_hook_before_the_new_begins() -> None:
@@ -386,17 +370,6 @@ def test_a_hook_may_remove_itself_during_a_call(place: str) -> None:
     module, _ = hooked(once=type("Once", (Once,), {place: methods[place]})())
     assert module("") == module("") == "ECHO"
     assert type(module) is Echo
-
-
-def test_a_module_that_calls_itself_goes_through_its_hooks_each_time() -> None:
-    class Countdown(torch.nn.Module):
-        def forward(self, number: int) -> list[int]:
-            return [number, *self(number - 1)] if number else []
-
-    module, opening = Countdown(), Opening()
-    HookRegistry.get_or_create(module).register_hook("opening", opening)
-    assert module(3) == [3, 2, 1]
-    assert (opening.deepest, opening.depth) == (4, 0)
 
 
 def test_threads_on_one_module_and_on_two_keep_apart() -> None:

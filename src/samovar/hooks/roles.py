@@ -56,9 +56,11 @@ def leaves_of(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mappin
     """The leaves of a call, in the order of the parameters: the caller's order of keywords means nothing."""
     place = {name: index for index, name in enumerate(parameters)}
     keywords = sorted(kwargs, key=lambda name: (place.get(name, len(place)), name))
+    named = [*zip(_positional(parameters, len(args)), args, strict=False), *((name, kwargs[name]) for name in keywords)]
     found: dict[str, Any] = {}
-    for name, value in (*zip(_positional(parameters, len(args)), args, strict=False), *((n, kwargs[n]) for n in keywords)):
-        found.update([(name, value)] if isinstance(value, (torch.Tensor, *nested.ATOMS)) else nested.leaves(value, name))
+    for name, value in named:
+        is_leaf = isinstance(value, (torch.Tensor, *nested.ATOMS))
+        found.update([(name, value)] if is_leaf else nested.leaves(value, name))
     return found
 
 
