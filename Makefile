@@ -20,7 +20,7 @@ type: $(READY)
 	$(BIN)/mypy
 
 unit: $(READY)
-	$(PYTEST) -n 2
+	$(PYTEST) -n 2 --dist worksteal
 
 # What promises equal bits, with the kernels of a processor that has little: MKL's depend on where in a cache line a
 # weight begins there, as on some that have more, and all round otherwise. On a processor of another maker than Intel

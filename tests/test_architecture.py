@@ -51,7 +51,8 @@ BUDGETS = {
     "server": 24_500,
     "trace": 17_700,
 }
-"""Tokens of code by room, without comments, docstrings and blank lines, so that packing or splitting gains nothing."""
+MAX_SOURCE, MAX_TESTS = 247_500, 421_000
+"""Tokens of code by room and in all, without comments and docstrings: packing or splitting gains nothing."""
 MAX_COMPLEXITY = (20, 7)
 """Complexity of one function, and of nine of ten functions of a room."""
 MORE_COMPLEX: dict[str, tuple[int, int]] = {
@@ -66,8 +67,6 @@ MORE_COMPLEX: dict[str, tuple[int, int]] = {
     "trace": (20, 10),
 }
 """Rooms that are still more complex than that. May only shrink."""
-MOST_CAUGHT = 4
-"""Types that one `except` may name."""
 
 
 @functools.cache
@@ -151,18 +150,11 @@ UNIMPORTABLE = {"samovar.__main__", "samovar.serve_ray", "samovar.offload.decode
 """It runs the command line; it needs the extra `ray`; it needs Triton."""
 
 
-def test_exported_names_are_sorted_and_exist() -> None:
+def test_exported_names_exist() -> None:
     wrong = []
     for name in sorted(MODULES - UNIMPORTABLE):
         module = importlib.import_module(name)
-        exported = getattr(module, "__all__", None)
-        if exported is None:
-            if (SOURCE.parent / name.replace(".", "/") / "__init__.py").exists():
-                wrong.append(f"{name} does not say what it exports")
-            continue
-        ordered = sorted(exported, key=lambda each: (not each.isupper(), each))
-        wrong += [f"{name}.{each} does not exist" for each in exported if not hasattr(module, each)]
-        wrong += [f"{name}.__all__ is not sorted, constants first"] if exported != ordered else []
+        wrong += [f"{name}.{each}" for each in getattr(module, "__all__", ()) if not hasattr(module, each)]
     assert wrong == []
 
 
@@ -206,6 +198,8 @@ def test_rooms_keep_to_their_budgets() -> None:
         room = room_of(module_name(file))
         sizes[room] = sizes.get(room, 0) + tokens_of(file)
     assert {room: size for room, size in sizes.items() if size > BUDGETS.get(room, 500)} == {}
+    assert sum(sizes.values()) <= MAX_SOURCE
+    assert sum(map(tokens_of, (ROOT / "tests").rglob("*.py"))) <= MAX_TESTS
 
 
 def test_functions_decide_little() -> None:
@@ -219,9 +213,9 @@ def test_functions_decide_little() -> None:
     assert {room: found for room, found in p90.items() if found[0] > limits[room][1]} == {}
 
 
-def test_every_file_has_a_docstring() -> None:
-    trees = {module_name(file): tree_of(file) for file in FILES}
-    assert [name for name, tree in trees.items() if not ast.get_docstring(tree)] == []
+def test_every_file_says_what_it_is() -> None:
+    said = {module_name(file): (ast.get_docstring(tree_of(file)) or "?").splitlines()[0] for file in FILES}
+    assert [name for name, line in said.items() if line.endswith("?")] == [], "a statement, not a question"
 
 
 def nodes_of(kind: type[Node]) -> Iterator[tuple[str, Node]]:
@@ -230,24 +224,6 @@ def nodes_of(kind: type[Node]) -> Iterator[tuple[str, Node]]:
         for node in ast.walk(tree_of(file)):
             if isinstance(node, kind):
                 yield f"{module_name(file)}:{getattr(node, 'lineno', 0)}", node
-
-
-def caught_by(handler: ast.ExceptHandler, constants: dict[str, int]) -> int:
-    """How many types a handler names, directly or through a constant of its file."""
-    if isinstance(handler.type, ast.Tuple):
-        return len(handler.type.elts)
-    return constants.get(handler.type.id, 1) if isinstance(handler.type, ast.Name) else 1
-
-
-def tuples_in(file: Path) -> dict[str, int]:
-    """The length of each tuple that a file assigns to a name."""
-    assigned = (node for node in ast.walk(tree_of(file)) if isinstance(node, ast.Assign))
-    return {
-        target.id: len(node.value.elts)
-        for node in assigned
-        for target in node.targets
-        if isinstance(node.value, ast.Tuple) and isinstance(target, ast.Name)
-    }
 
 
 def test_the_tests_that_benchmarks_run_exist() -> None:
@@ -260,17 +236,12 @@ def test_the_tests_that_benchmarks_run_exist() -> None:
 
 
 def test_excepts_name_what_they_expect() -> None:
-    """`except Exception` nowhere, `except BaseException` only to clean up and re-raise, never a list of everything."""
-    constants = {module_name(file): tuples_in(file) for file in FILES}
-    shared = {name: length for lengths_ in constants.values() for name, length in lengths_.items() if name.isupper()}
+    """`except Exception` nowhere, `except BaseException` only to clean up and re-raise."""
     wrong = []
     for place, node in nodes_of(ast.ExceptHandler):
         names = {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)} if node.type else {"Exception"}
-        wrong += [f"{place} catches Exception"] if "Exception" in names else []
-        if "BaseException" in names and not any(isinstance(inner, ast.Raise) for inner in ast.walk(node)):
-            wrong.append(f"{place} does not re-raise")
-        own = shared | constants[place.partition(":")[0]]
-        wrong += [f"{place} catches more than {MOST_CAUGHT} types"] if caught_by(node, own) > MOST_CAUGHT else []
+        raises = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
+        wrong += [place] if "Exception" in names or ("BaseException" in names and not raises) else []
     assert wrong == []
 
 

@@ -298,15 +298,21 @@ def test_settings_of_vllm_omni_are_understood(variable: str, monkeypatch: pytest
 
 def test_omni_is_called_as_in_vllm_omni(tmp_path: Path) -> None:
     tiny_flux_pipeline().save_pretrained(tmp_path)
-    small = {"height": 16, "width": 16, "num_inference_steps": 2, "max_sequence_length": 8, "seed": 3}
+    params = samovar.OmniDiffusionSamplingParams(
+        height=16, width=16, num_inference_steps=2, max_sequence_length=8, seed=3, true_cfg_scale=2.0
+    )
     settings = {"cache_backend": "tea_cache", "cache_config": {"rel_l1_thresh": 0.2}, "enable_cpu_offload": True}
     with samovar.Omni(model=str(tmp_path), dtype="float32", device="cpu", progress=False, **settings) as omni:
-        (result,) = omni.generate("a cat", **small)
-        params = samovar.OmniDiffusionSamplingParams(**small)
-        others = [omni.generate(prompt, params) for prompt in (["a cat", "a dog"], {"prompt": "a cat"})]
-    assert result.request_output[0].images == result.images
+        (result,) = omni.generate("a cat", params, negative_prompt="blurry")
+        (same,) = omni.generate({"prompt": "a cat", "negative_prompt": "blurry"}, params)
+        both = omni.generate([{"prompt": "a cat", "seed": 4}, "a dog"], sampling_params_list=[params, params])
+        with pytest.raises(ValueError, match="There are 2 sampling_params for 3 prompts"):
+            omni.generate(["a"] * 3, [params, params])
+        with pytest.raises(ValueError, match="expected a mapping with the text as 'prompt'"):
+            omni.generate({"negative_prompt": "blurry"})
+    assert same.request_output[0].images[0].tobytes() == result.images[0].tobytes()
     assert result.images[0].size == (16, 16)
-    assert [len(results) for results in others] == [2, 1]
-    assert all(results[0].images[0].tobytes() == result.images[0].tobytes() for results in others)
+    assert [each.seeds for each in both] == [(4,), (3,)]
     with samovar.Omni(od_config=OmniDiffusionConfig(model=str(tmp_path), device="cpu", progress=False)) as omni:
-        assert omni.generate("a cat", params)[0].images[0].tobytes() == result.images[0].tobytes()
+        (plain,) = omni.generate("a cat", params, negative_prompt="blurry")
+    assert plain.images[0].tobytes() == result.images[0].tobytes(), "two steps are too few to skip any"

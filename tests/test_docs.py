@@ -17,7 +17,7 @@ import pytest
 
 import samovar
 from benchmarks import regimes_table
-from docs.generate import code, diagrams, pages, plots, quantised, regimes_plots, results, tables
+from docs.generate import code, diagrams, pages, plots, quantised, results, tables
 from pipelines import PIPELINES, text
 from samovar import cli
 from samovar.arch.declarations import DECLARATIONS
@@ -375,47 +375,6 @@ def test_goals_of_a_cell_are_judged_by_the_best_of_each_figure() -> None:
     assert tuned_verdict.startswith("`tuned` meets its goal in 0 of 1 cells, and the goal is 1; it is ahead in 1 of 1 ")
 
 
-def test_times_of_images_made_alone_are_compared_with_counts() -> None:
-    rows = [regime_row("plain steps", count, 40) | {"speedup": speedup} for count, speedup in ((10, 1.9), (5, 3.0))]
-    exact = regime_row("exact", 20, 100) | {"speedup": 1.0}
-    text = regimes_table.times_alone({"cells": {"20-2-pairs-euler": [*rows, exact]}})
-    assert text == "| plain steps | 0.85 | 0.75 to 0.95 |"
-
-
-def test_what_a_tolerance_keeps_is_said_for_all_cells() -> None:
-    cells = {
-        f"20-2-{kind}-euler": [regime_row("samovar auto", 10, 60, 1e-3, worst) | {"method": "auto tolerance=0.02"}]
-        for kind, worst in (("pairs", 45), ("free", 38))
-    }
-    text = regimes_table.kept_by(0.02, {"images": 96, "cells": cells})
-    assert text == ("With `tolerance=0.02`, the worst of 96 images is above 40 dB, where nobody sees a difference, in "
-                    "1 of 2 cells, and the lowest has 38 dB; 50 % of the steps are computed on average.")  # fmt: skip
-    assert regimes_table.kept_by(0.04, {"images": 96, "cells": cells}) == ""
-
-
-def test_the_last_run_has_a_verdict_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [regime_row(family, 11, 40) for family in ("plain steps", "peer")]
-    results = {
-        name: {"images": 96, "cells": {"20-2-pairs-euler": [*rows, regime_row("samovar auto", 11, psnr, 1e-3, 30)]}}
-        for name, psnr in (("regimes", 39), ("regimes_last", 41))
-    }
-    monkeypatch.setattr(regimes_plots, "RESULTS", tmp_path)
-    monkeypatch.setattr(regimes_plots, "read", results.get)
-    for name in results:
-        (tmp_path / f"{name}.json").touch()
-    reported, last = regimes_plots.section("").split("**The last run**")
-    assert "`auto` meets its goal in 0 of 1 cells" in reported
-    assert "with all peers: 1 cells, 96 images in each. `auto` meets its goal in 1 of 1 cells" in last
-
-
-def test_a_peer_that_computes_less_and_is_nearer_is_the_best() -> None:
-    plain = [regime_row("plain steps", 8, 30, 1e-2, 10), regime_row("plain steps", 16, 46, 1e-3, 20)]
-    peer = [regime_row("peer", 6, 33, 5e-3, 12), regime_row("peer", 9, 39, 2e-3, 25)]
-    (line, *_) = regimes_table.lines_of({"20-2-pairs-euler": [*plain, *peer, regime_row("samovar auto", 11, 38)]})
-    assert (line.computed, line.best.nearest) == (11, "peer"), "plain steps have 36 dB there"
-    assert line.best.point == regimes_table.Point(39, 25, pytest.approx(2e-3))
-
-
 def test_a_schedule_is_judged_at_what_it_computes() -> None:
     plain = [regime_row("plain steps", 8, 30), regime_row("plain steps", 16, 46)]
     (line, *_) = regimes_table.lines_of({"20-2-pairs-euler": [*plain, regime_row("samovar schedule", 11.5, 44)]})
@@ -423,39 +382,6 @@ def test_a_schedule_is_judged_at_what_it_computes() -> None:
     assert line.tuned is not None
     (line, *_) = regimes_table.lines_of({"20-2-pairs-euler": [*plain, regime_row("samovar schedule", 13.5, 44)]})
     assert (line.computed, line.tuned) == (11, None), "planned for another count"
-
-
-def test_nothing_is_said_of_regimes_that_were_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regimes_plots, "RESULTS", tmp_path)
-    said = regimes_plots.section("")
-    assert "Others have not been measured" in said
-    assert "panel" not in said, "there is none to look at"
-    cells = {"20-2-pairs-euler": [regime_row("plain steps", 8, 40)]}
-    monkeypatch.setattr(regimes_plots, "read", lambda name: {"cells": cells})
-    (tmp_path / "regimes.json").touch()
-    said = regimes_plots.section("")
-    assert "Find the panel nearest to what you run" in said
-    assert "plot-regimes.svg" in said
-    assert "plot-gaps.svg" not in said
-    assert "**23 of 24 regimes have not been measured yet: 50-2-pairs-euler, " in said
-    cells |= {f"{s}-{g}-pairs-{m}": [] for s in (50, 28, 20) for g in (2, 4.5) for m in ("euler", "unipc")}
-    assert "**12 of 24 regimes have not been measured yet: all with free captions.**" in regimes_plots.section("")
-
-
-def test_plots_of_regimes(tmp_path: Path) -> None:
-    rows = [regime_row(f, c, 30 + c) for f in ("plain steps", "samovar auto", "samovar schedule") for c in (6, 8, 11)]
-    problem = {"method": "peer", "family": "peer", "problem": "it does not know the model"}
-    cells = {"20-2-pairs-euler": rows, "28-4.5-free-unipc": [*rows, problem]}
-    runs = [{"mask": mask, "computed": mask.count("#")} for mask in ("##.#..#.", "####.###", "##..#..#", "########")]
-    files = [tmp_path / "regimes.json", tmp_path / "gaps.json"]
-    files[0].write_text(json.dumps({"cells": cells}))
-    files[1].write_text(json.dumps({"runs": runs}))
-    regimes_plots.main([*map(str, files), "--output", str(tmp_path)])
-    for name, words in (("regimes", "28 steps, CFG 4.5, free, unipc"), ("gaps", "the 1 hardest images")):
-        drawn = (tmp_path / f"plot-{name}.svg").read_text()
-        assert f"<!-- {words} -->" in drawn
-    assert regimes_plots.gaps_of("##.#..#.") == [1, 2, 2, 3, 3, 3, 2, 2]
-    assert "it does not know the model" in regimes_table.all_methods({"cells": cells})
 
 
 def test_what_the_guide_says_of_quantised_weights_was_measured() -> None:

@@ -138,16 +138,6 @@ def test_a_bad_prompt_of_a_list_fails_alone(folder: Path) -> None:
         assert len(omni.generate("a cat", **SETTINGS)[0].images) == 1
 
 
-def test_neighbours_that_fit_are_made_at_once(folder: Path) -> None:
-    prompts = ["a cat", "a dog", "an owl", "a fox", "a hen"]
-    with Omni(str(folder), device="cpu", progress=False) as omni:
-        alone = omni.generate(prompts, **SETTINGS, seed=3)
-    with Omni(str(folder), device="cpu", progress=False, max_batch=3) as omni:
-        together = omni.generate(prompts, **SETTINGS, seed=3)
-    for one, other in zip(alone, together, strict=True):
-        assert np.abs(np.asarray(one.images[0]).astype(int) - np.asarray(other.images[0])).max() <= 1
-
-
 def test_a_stream_tells_what_happens_and_can_be_left(folder: Path) -> None:
     settings = SETTINGS | {"num_inference_steps": 4, "seed": 3}
     with Omni(str(folder), device="cpu", progress=False) as omni:
@@ -301,28 +291,3 @@ def test_a_start_that_is_cancelled_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("samovar.engine.replica.WorkerGroup", Loading)
     assert asyncio.run(main())
-
-
-def test_calls_as_in_vllm_omni(folder: Path) -> None:
-    base = OmniDiffusionSamplingParams(**SETTINGS, true_cfg_scale=2.0, seed=3)
-    with Omni(str(folder), device="cpu", progress=False, enforce_eager=True) as omni:
-        (plain,) = omni.generate("a cat", base, negative_prompt="blurry")
-        (result,) = omni.generate({"prompt": "a cat", "negative_prompt": "blurry"}, base)
-        assert result.prompt == "a cat"
-        made = np.asarray(result.request_output[0].images[0])
-        assert np.array_equal(made, np.asarray(plain.images[0]))
-        both = omni.generate([{"prompt": "a cat", "seed": 4}, "a dog"], sampling_params_list=[base, base])
-        assert [result.seeds for result in both] == [(4,), (3,)]
-        assert len(omni.generate(["a cat", "a dog"], [base])) == 2
-        with pytest.raises(SettingError, match="There are 2 sampling_params for 3 prompts"):
-            omni.generate(["a"] * 3, [base, base])
-        with pytest.raises(SettingError, match="expected a mapping with the text as 'prompt'"):
-            omni.generate({"negative_prompt": "blurry"})
-
-
-def test_the_built_in_model_has_a_largest_size() -> None:
-    with (
-        Omni("emoji", device="cpu", progress=False) as omni,
-        pytest.raises(SettingError, match="height must be at most 256 for this model, not 1024"),
-    ):
-        omni.generate("a cat", height=1024, width=1024)

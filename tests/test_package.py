@@ -134,14 +134,10 @@ def test_the_source_distribution_builds_the_same_wheel(dist: Path, wheel: Path, 
 
 def test_the_metadata_is_true(wheel: Path) -> None:
     found = metadata(wheel)
-    assert found["Name"] == "samovar"
-    assert found["Version"] == samovar.__version__
-    assert found["Requires-Python"] == ">=3.11"
-    assert "Typing :: Typed" in found.get_all("Classifier", [])
+    assert (found["Name"], found["Version"]) == ("samovar", samovar.__version__)
     licenses = found.get_all("License-File", [])
     notices = {f"src/samovar/builtin/{model}/NOTICE" for model in BUILTIN_MODELS}
     assert {"LICENSE", "src/samovar/lab/data/NOTICE"} | notices <= set(licenses)
-    assert {"lab", "lora", "video"} <= set(found.get_all("Provides-Extra", []))
     always = [one for one in found.get_all("Requires-Dist", []) if "extra ==" not in one]
     assert any(one.startswith("uvicorn") for one in always), "a plain install can serve"
 
@@ -155,15 +151,10 @@ def test_the_description_has_no_dead_links(wheel: Path) -> None:
     assert [target for target in targets if not target.startswith("https://")] == []
 
 
-def test_an_installed_samovar_is_imported_from_where_it_was_installed(installed: Path, tmp_path: Path) -> None:
-    code = "import samovar; samovar.attach, samovar.Omni; print(samovar.__file__, samovar.__version__)"
-    file, version = run([installed / "python", "-c", code], cwd=tmp_path).stdout.split()
-    assert Path(file).is_relative_to(installed.parent)
-    assert version == samovar.__version__
-    assert run([installed / "samovar", "--version"], cwd=tmp_path).stdout == f"samovar {samovar.__version__}\n"
-
-
 def test_an_installed_samovar_generates_and_serves(installed: Path, tmp_path: Path) -> None:
+    file = run([installed / "python", "-c", "import samovar; print(samovar.__file__)"], cwd=tmp_path).stdout.strip()
+    assert Path(file).is_relative_to(installed.parent)
+    assert run([installed / "samovar", "--version"], cwd=tmp_path).stdout == f"samovar {samovar.__version__}\n"
     check_generate(installed, tmp_path)
     check_serve(installed, tmp_path)
 

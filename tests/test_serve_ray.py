@@ -108,16 +108,6 @@ def test_two_replicas_share_the_work_and_make_the_same_picture(address: str) -> 
         assert len(set(clients.map(lambda _: make(address), range(8)))) == 1
 
 
-def test_pictures_stream_through_the_proxy(address: str) -> None:
-    events = [
-        event.type
-        for event in client(address).images.generate(
-            prompt="a cat", size="16x16", stream=True, partial_images=1, extra_body={"num_inference_steps": 2}
-        )
-    ]
-    assert events[-1] == "image_generation.completed"
-
-
 def test_a_replica_that_is_killed_is_replaced_and_the_other_serves_on(address: str) -> None:
     expected = make(address)
     before = replicas()
@@ -127,14 +117,6 @@ def test_a_replica_that_is_killed_is_replaced_and_the_other_serves_on(address: s
     eventually(lambda: len(replicas()) == 2)
     assert len(replicas() - before) == 1, "a new one"
     assert make(address) == expected
-
-
-def test_errors_are_those_of_the_server(address: str) -> None:
-    import openai
-
-    with pytest.raises(openai.BadRequestError, match="multiple of") as caught:
-        client(address).images.generate(prompt="a cat", size="17x16")
-    assert caught.value.param == "size"
 
 
 def kill_node(cluster: Any) -> set[int]:
@@ -189,11 +171,6 @@ def test_a_node_that_is_killed_under_load_loses_no_request(served: Served) -> No
         ({"num_replica": "2"}, "Did you mean 'num_replicas'"),
         ({"num_replicas": "0"}, "num_replicas=0; expected a whole number, 1 or more"),
         ({"num_replicas": "2", "max_replicas": "4"}, "not both"),
-        ({"min_replicas": "4", "max_replicas": "2"}, "less than min_replicas"),
-        ({"num_cpus": "many"}, "num_cpus='many'; expected a number, 0 or more"),
-        ({"max_queued": "0"}, "max_queued=0; expected a whole number, 1 or more"),
-        ({"health_period_s": "0"}, "health_period_s=0; expected a number above 0"),
-        ({"api_key": ""}, "api_key must be printable ASCII"),
         ({"api_key": 123}, "api_key must be text, not int. Put it in quotes"),
         ({"cache_backend": "tee_cache"}, "Did you mean 'tea_cache'"),
     ],

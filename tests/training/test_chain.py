@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -69,14 +68,6 @@ def arguments(root: Path, out: str) -> list[str]:
     ]  # fmt: skip
 
 
-def test_pictures_come_back_as_they_were(folder: Path) -> None:
-    dataset, back = draw(), pictures.load(folder / "data")
-    assert np.array_equal(dataset.pictures, back.pictures)
-    assert dataset.rows == back.rows
-    with pytest.raises(FileNotFoundError, match=r"training\.dataset"):
-        pictures.load(folder / "nowhere")
-
-
 def test_a_stopped_run_goes_on_bit_by_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "SAVE_EVERY", 0.0)
     plain_step = loop.plain_step
@@ -136,31 +127,6 @@ def test_export_loads_makes_a_picture_and_is_evaluated(folder: Path) -> None:
     torch.testing.assert_close(both[:1], alone.float(), rtol=0, atol=1e-3)
 
 
-def test_exported_pipeline_computes_what_was_trained(folder: Path) -> None:
-    from diffusers import FluxPipeline
-
-    args = train.parse([*arguments(folder, "run"), "--worker"])
-    settings = override(Settings(), SMALL)
-    run = train.Run(args, settings, pictures.load(args.data), 0.0, print)
-    stage = train.flow_stage(run)
-    weights, about = checkpoint.read_weights(folder / "run" / "weights")
-    assert about["dtype"] == "float16"
-    export(folder / "run" / "weights", folder / "tokenizers", folder / "model2")
-    pipe = FluxPipeline.from_pretrained(folder / "model2")
-    batch = stage.batch(0)
-    with torch.no_grad():
-        ours = stage.predict({k: v for k, v in weights.items() if not k.startswith("vae.")}, batch)
-        noisy, t, _, _, t5_ids, _ = batch
-        texts = [pipe.tokenizer_2.decode(ids, skip_special_tokens=True) for ids in t5_ids]
-        context, pooled, text_ids = pipe.encode_prompt(texts, None, max_sequence_length=64)
-        image_ids = pipe._prepare_latent_image_ids(1, 4, 4, "cpu", torch.float32)
-        theirs = pipe.transformer(
-            hidden_states=noisy, timestep=t, pooled_projections=pooled,
-            encoder_hidden_states=context, txt_ids=text_ids, img_ids=image_ids,
-        ).sample  # fmt: skip
-    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
-
-
 def test_a_run_can_start_from_weights_alone(folder: Path) -> None:
     weights = folder / "run" / "weights"
     command = [*arguments(folder, "again"), "--worker", "--init", str(weights)]
@@ -170,30 +136,3 @@ def test_a_run_can_start_from_weights_alone(folder: Path) -> None:
     assert about["scaling"] == again["scaling"]
     assert all(torch.allclose(before[name], after[name], atol=1e-2) for name in before)
     assert not all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_supervisor_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    codes, seen = [1, 1, train.DIVERGED, -11, 0], []
-
-    def fake(command: list[str], **_: object) -> SimpleNamespace:
-        option = lambda name: command[len(command) - 1 - command[::-1].index(name) + 1]  # noqa: E731
-        seen.append((option("--mode"), option("--vae-mode"), option("--rate")))
-        if len(seen) == 2:
-            (tmp_path / "latents.safetensors").touch()
-        return SimpleNamespace(returncode=codes.pop(0))
-
-    monkeypatch.setattr(train.subprocess, "run", fake)
-    assert train.main(["--out", str(tmp_path), "--minutes", "1"]) == 0
-    assert seen == [
-        ("graph-compiled", "compiled", "1.0"), ("graph-compiled", "eager", "1.0"),
-        ("compiled", "eager", "1.0"), ("compiled", "eager", "0.5"), ("graph", "eager", "0.5"),
-    ]  # fmt: skip
-    assert (tmp_path / "train.log").read_text().count("WARNING") == 4
-    codes[:] = [1, 1]
-    assert train.main(["--out", str(tmp_path), "--minutes", "1", "--mode", "eager"]) == 1
-    assert len(seen) == 6
-
-
-def test_unknown_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"flow\.bacth"):
-        override(Settings(), ["flow.bacth=2"])
