@@ -42,28 +42,26 @@ def test_where_and_in_which_order(explained: Explanation) -> None:
     assert blocks.chain == ("teacache (cache)", "samovar_offload (offload)", "compiled")
     assert blocks.where == ("transformer.transformer_blocks.*", "transformer.single_transformer_blocks.*")
     assert blocks.num_modules == 5
-    assert explained.pipeline_hooks == ("teacache", "samovar_offload")
+    assert place_of(explained, "each run of the pipeline").chain == ("teacache", "samovar_offload")
     assert [line.partition(":")[0] for line in explained.order] == ["outermost", "cache", "offload"]
 
 
 def test_what_and_why(explained: Explanation) -> None:
     assert [feature.name for feature in explained.features] == ["cache", "compile", "offload"]
     cache, compiled, offload = explained.features
-    assert "schedule=#.#." in cache.settings
     assert cache.why == "skips the steps of its schedule"
     assert re.search(r"transformer: blocks hold \d+\.\d % of the weights; outside: \w+ \d+\.\d %", cache.settings)
     assert "5 blocks (FluxSingleTransformerBlock, FluxTransformerBlock) by eager" in compiled.settings
     assert offload.settings.startswith("layerwise, computing on cpu\n")
     assert "50% of the forwards are skipped and load nothing" in offload.settings
-    assert all(feature.why for feature in explained.features)
-    assert any("the cache skips 50% of the forwards" in line for line in explained.interactions)
 
 
 def test_it_is_text_and_data(explained: Explanation) -> None:
     text = str(explained)
-    assert text.startswith("FluxPipeline:\n  cache: TeaCache schedule=#.#.\n")
-    assert "teacache (cache) > samovar_offload (offload) > compiled" in text
-    assert max(map(len, text.partition("around a call")[2].splitlines())) < 130
+    assert text.startswith("FluxPipeline:\n  cache: TeaCache schedule=#.#.\n    transformer: blocks hold")
+    assert "\n    skips the steps of its schedule\n  compile: 5 blocks" in text
+    assert "\n  teacache (cache) > samovar_offload (offload) > compiled\n    transformer.transformer_blocks.*, " in text
+    assert max(map(len, text.partition("outermost first")[2].splitlines())) < 130
     assert json.loads(json.dumps(explained.to_dict()))["pipeline"] == "FluxPipeline"
 
 
@@ -73,11 +71,8 @@ def test_nothing_and_a_lone_model() -> None:
     with attach(model, "tea_cache") as attached:
         explained = attached.explain()
         assert explained.pipeline == "SD3Transformer2DModel"
-        assert place_of(explained, "SD3Transformer2DModel.transformer_blocks.*").chain == ("teacache (cache)",)
-        assert explained.interactions == ()
+        assert place_of(explained, "transformer.transformer_blocks.*").chain == ("teacache (cache)",)
     assert attached.explain().places == (), "off is off"
-    with attach(model, offload={"mode": "layerwise", "device": "cpu"}) as attached:
-        assert "latents" not in str(attached.explain()), "a lone model makes none"
 
 
 def test_peers_are_told() -> None:
@@ -92,7 +87,4 @@ def test_auto_is_no_teacache_and_touches_no_block() -> None:
     pipe = PIPELINES["flux"].build(0)
     with attach(pipe, cache="auto", offload={"mode": "layerwise", "device": "cpu"}) as attached:
         text = str(attached.explain())
-    assert "cache: auto tolerance=high" in text
-    assert "leaves out whole forwards" in text
-    assert "copies of the few weights" not in text
-    assert "blocks hold" not in text
+    assert "cache: auto tolerance=high\n    leaves out whole forwards" in text

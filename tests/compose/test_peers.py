@@ -97,9 +97,9 @@ REFUSED: list[tuple[Callable[[Any], None], dict[str, Any], str]] = [
     (sequential_offload, CACHE | LAYERWISE, "is offloaded by accelerate or diffusers"),
     (first_block_cache, CACHE, r"fbc_leader_block_hook is on transformer.transformer_blocks.0, and a second"),
     (taylor_seer_by_hand, CACHE, r"diffusers' taylorseer_cache is on transformer\.\S+, and a second cache"),
-    (first_block_cache, RANKS, "and 2 ranks were asked for: each rank would decide for itself"),
-    (compiled_in_place, RANKS, r"transformer is compiled as a whole, and parallel needs .*compile=True"),
-    (compiled_whole, COMPILE, "transformer is compiled as a whole, and compile"),
+    (first_block_cache, RANKS, "and several ranks were asked for: each would decide for itself"),
+    (compiled_in_place, RANKS, r"torch.compile is on transformer, and parallel needs its blocks.*compile=True"),
+    (compiled_whole, COMPILE, r"torch.compile is on transformer, and its blocks.*compile=True"),
     (compiled_blocks, COMPILE, "transformer.transformer_blocks.0 is compiled already"),
 ]
 

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -65,28 +65,23 @@ class AttachedStats:
     """By denoiser: the source of the plan that splits its sequence. Empty before the first forward."""
 
     def __str__(self) -> str:
-        lines = [] if self.cache is None else ["cache:", *(f"  {line}" for line in str(self.cache).splitlines())]
-        lines += [] if self.offload is None else [f"offload: {self.offload}"]
-        lines += [f"graphs: {name}: {stats}" for name, stats in self.graphs.items()]
-        if self.num_ranks > 1:
-            plans = "".join(f"; {name} split by the plan {source}" for name, source in self.sharding.items())
-            lines.append(f"parallel: {self.num_ranks} ranks{plans}")
-        return "\n".join(lines) or "nothing to report"
+        found = {"cache": self.cache, "offload": self.offload} | {f"graphs: {n}": one for n, one in self.graphs.items()}
+        plans = "".join(f"; {name} split by the plan {source}" for name, source in self.sharding.items())
+        found["parallel"] = f"{self.num_ranks} ranks{plans}" if self.num_ranks > 1 else None
+        texts = (f"{name}: {stats}".replace("\n", "\n  ") for name, stats in found.items() if stats is not None)
+        return "\n".join(texts) or "nothing to report"
 
     __repr__ = __str__
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON; without what is not attached."""
-        found = {"cache": self.cache, "offload": self.offload, "graphs": self.graphs, "sharding": self.sharding}
-        return {name: _plain(stats) for name, stats in found.items() if stats} | {"num_ranks": self.num_ranks}
+        return {name: _plain(stats) for name, stats in vars(self).items() if stats}
 
 
 def _plain(value: Any) -> Any:
-    if hasattr(value, "to_dict"):
-        return value.to_dict()
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    return {name: _plain(part) for name, part in value.items()} if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    return value.to_dict() if hasattr(value, "to_dict") else value
 
 
 class _Handles(list["Attached"]):
@@ -141,18 +136,23 @@ class Attached(Handle):
 
     def _check(self) -> None:
         """All checks and decisions that change nothing."""
-        config = self.config
-        _check_twice(self.pipe, self.features)
-        if any(self.way):
-            self.vaes = find_vaes(self.pipe, self.way)
-        if any(name != "offload" and not name.startswith("vae_") for name in self.features):
+        config, features = self.config, self.features
+        for name in features:
+            if any(name in handle.features for handle in _handles(self.pipe)):
+                raise SettingError(
+                    f"This {type(self.pipe).__name__} has {name}= from an earlier attach(). Take that off first with "
+                    "samovar.detach(pipe), or replace it with attach(pipe, ..., replace=True).",
+                    param=name,
+                )
+        self.vaes = find_vaes(self.pipe, self.way)
+        if any(name != "offload" and not name.startswith("vae_") for name in features):
             self.denoisers = find_denoisers(self.pipe)
-            for denoiser in self.denoisers.values() if config.cache is not None else ():
-                _check_denoiser(denoiser)
-            self.peers = check_peers(self.denoisers, config)
+            self.peers = check_peers(self.denoisers, {*features} - ({"compile"} if not config.compiles else set()))
         if config.num_ranks > 1:
             self.mesh = make_mesh(config.parallel)
         if config.cache is not None:
+            for denoiser in self.denoisers.values():
+                _check_denoiser(denoiser)
             if config.cache.tuned_for is not None:
                 config.cache.tuned_for.check(self.pipe)
             self.cache = config.cache.build(None if self.mesh is None else Agreement(self.mesh))
@@ -185,24 +185,21 @@ class Attached(Handle):
         """Hooks have an order of their own, so this order only matters for cost: offload, which moves all weights,
         comes last, when nothing else can be refused any more."""
         config = self.config
-        if self.mesh is not None:
-            for denoiser in self.denoisers.values():
+        for name, denoiser in self.denoisers.items():
+            if self.mesh is not None:
                 undo.enter_context(apply_cfg_parallel(denoiser, self.mesh))
                 undo.enter_context(enable_sequence_parallel_for_model(denoiser, config.parallel))
-        undo.enter_context(divide_vaes(self.vaes, self.way))
-        if config.attention is not None:
-            for name, denoiser in self.denoisers.items():
+            if config.attention is not None:
                 self.attention[name] = undo.enter_context(apply_attention(denoiser, config.attention))
+            if config.graphs is not None:
+                self.graphs[name] = undo.enter_context(apply_graphs(denoiser, config.graphs, self._no_graphs(name)))
+        undo.enter_context(divide_vaes(self.vaes, self.way))
         if self.cache is not None:
             self._enable_cache(self.cache)
             undo.callback(lambda: self._cache_handle.detach())
         if config.compile_cache is not None:
             undo.callback(keep_compiled(config.compile_cache))
-        if self.regions:
-            undo.callback(compile_regions(self.regions, config.compiler))
-        if config.graphs is not None:
-            for name, denoiser in self.denoisers.items():
-                self.graphs[name] = undo.enter_context(apply_graphs(denoiser, config.graphs, self._no_graphs(name)))
+        undo.callback(compile_regions(self.regions, config.compiler))
         if self.offloaded is not None:
             self.offloaded.start()
             undo.callback(self.offloaded.detach)
@@ -343,10 +340,11 @@ def attach(
         ModelError: The pipeline has no denoiser, or one that cannot do what was asked for.
         HookConflictError: A hook of somebody else is in the way.
     """
-    settings = {name: value for name, value in locals().items() if name not in ("pipe", "replace", "aliases")}
-    check_names(aliases, [*settings, "replace", *ALIASES], "a setting of attach")
-    given = {n: v for n, v in settings.items() if v is not None and (v is not False or n.startswith("vae_"))}
-    config = AttachConfig.of(**resolve({**given, **aliases}))
+    values, parameters = locals(), inspect.signature(attach).parameters
+    check_names(aliases, [*parameters, *ALIASES], "a setting of attach")
+    settings = parameters.keys() - {"pipe", "replace", "aliases"}
+    given = {name: values[name] for name in settings if values[name] is not parameters[name].default} | aliases
+    config = AttachConfig.of(**resolve(given))
     if pipe is None or isinstance(pipe, (str, Path, int, type)):
         raise SettingError(
             f"pipe={pipe!r} is not a pipeline. Load one first, DiffusionPipeline.from_pretrained(...), or let "
@@ -354,8 +352,7 @@ def attach(
             param="pipe",
         )
     attached = _replacing(pipe, config) if replace else Attached(pipe, config)
-    is_off = cache is False or offload is False or parallel is False
-    if not (attached.features or aliases or is_off or any(value is not False for value in given.values())):
+    if not given and not attached.features:
         _logger.warning(NOTHING, type(pipe).__name__)
     return attached
 
@@ -394,14 +391,3 @@ def _check_denoiser(module: torch.nn.Module) -> None:
             "skip. Attach to the pipeline, or to its denoiser, such as pipe.transformer or pipe.unet.",
             param="cache",
         )
-
-
-def _check_twice(pipe: Any, features: tuple[str, ...]) -> None:
-    for handle in _handles(pipe):
-        for name in features:
-            if name in handle.features:
-                raise SettingError(
-                    f"This {type(pipe).__name__} has {name}= from an earlier attach(). Take that off first with "
-                    "samovar.detach(pipe), or replace it with attach(pipe, ..., replace=True).",
-                    param=name,
-                )

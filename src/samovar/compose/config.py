@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ import torch
 
 from ..cache import AutoConfig, CacheChoice, CacheSetting, TeaCacheConfig
 from ..core.errors import SettingError, nearest
-from ..core.settings import FLAG, Kind, Settings, kind, setting
+from ..core.settings import FLAG, Kind, Settings, kind, setting, settings_of
 from ..graphs import GraphsConfig
 from ..offload import OffloadConfig
 from ..parallel import SequenceParallelConfig
@@ -22,12 +23,11 @@ OffloadSetting = str | Path | OffloadConfig | Mapping[str, Any] | Literal[False]
 ParallelSetting = str | Path | SequenceParallelConfig | Mapping[str, Any] | Literal[False] | None
 CompileSetting = bool | str | GraphsConfig | Mapping[str, Any] | Callable[..., Any]
 GRAPHS = "graphs"
-MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+OF_OFFLOAD = {"gpu_memory": "gpu_memory", "host_memory": "host_memory", "exclude": "exclude", "height": "height",
+              "width": "width", "num_frames": "frames", "batch": "batch"}  # fmt: skip
+"""Settings of `attach` that are settings of offload, and their names there."""
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """What torch.compile calls its modes."""
-
-
-def _read_by_us(cls: type) -> Kind:
-    return kind(f"a {cls.__name__}", lambda value: isinstance(value, cls))
 
 
 def _read_compile(value: Any) -> Any:
@@ -40,12 +40,7 @@ def _read_compile(value: Any) -> Any:
     return value
 
 
-def _checked_attention(value: Any) -> Any:
-    read_attention(value)
-    return value
-
-
-_FOLDER = kind("a folder", lambda value: isinstance(value, (str, Path)))
+_ATTENTION = Kind("a backend", lambda value: (read_attention(value), value)[1])
 _COMPILE = Kind("True, False, 'graphs', or a backend of torch.compile such as 'inductor'", _read_compile)
 
 
@@ -53,17 +48,17 @@ _COMPILE = Kind("True, False, 'graphs', or a backend of torch.compile such as 'i
 class AttachConfig(Settings, param="attach"):
     """The settings of `attach`, checked. The defaults attach nothing."""
 
-    cache: CacheChoice | None = setting(None, _read_by_us(CacheChoice), "Skips denoising steps.")
+    cache: CacheChoice | None = setting(
+        None, kind("a CacheChoice", lambda value: isinstance(value, CacheChoice)), "Skips denoising steps."
+    )
     offload: OffloadConfig | None = setting(
-        None, _read_by_us(OffloadConfig), "Keeps weights off the GPU until they are needed."
+        None, settings_of(OffloadConfig), "Keeps weights off the GPU until they are needed."
     )
     parallel: SequenceParallelConfig = setting(
-        SequenceParallelConfig, _read_by_us(SequenceParallelConfig), "Splits one image over several ranks."
+        SequenceParallelConfig, settings_of(SequenceParallelConfig), "Splits one image over several ranks."
     )
     compile: CompileSetting = setting(False, _COMPILE, "Replays forwards as graphs, or compiles blocks.")
-    attention: str | None = setting(
-        None, Kind("a backend", _checked_attention), "A backend of diffusers' attention, by our name or theirs."
-    )
+    attention: str | None = setting(None, _ATTENTION, "A backend of diffusers' attention, by our name or theirs.")
     vae_tiling: bool | None = setting(
         None, FLAG, "Whether VAEs decode in tiles. By default if a budget of memory cannot be kept otherwise."
     )
@@ -71,7 +66,9 @@ class AttachConfig(Settings, param="attach"):
         None, FLAG, "Whether VAEs decode the images of a batch one after the other. Likewise."
     )
     vae_channels_last: bool = setting(False, FLAG, "Whether the weights of VAEs are laid out with their channels last.")
-    compile_cache: str | Path | None = setting(None, _FOLDER, "A folder that keeps compiled blocks.")
+    compile_cache: str | Path | None = setting(
+        None, kind("a folder", lambda value: isinstance(value, (str, Path))), "A folder that keeps compiled blocks."
+    )
 
     @classmethod
     def of(
@@ -80,36 +77,25 @@ class AttachConfig(Settings, param="attach"):
         offload: OffloadSetting = None,
         parallel: ParallelSetting = None,
         tolerance: float | str | None = None,
-        gpu_memory: str | int | None = None,
-        host_memory: str | int | None = None,
-        exclude: str | Sequence[str] | None = None,
-        height: int | None = None,
-        width: int | None = None,
-        num_frames: int | None = None,
-        batch: int | None = None,
         device: torch.device | None = None,
         is_alone: bool = True,
         **others: Any,
     ) -> AttachConfig:
-        """Each setting as a name, an object, a mapping or a file; `others` as they are. `device` is where to compute if
-        `offload` does not say. Unless `is_alone`, other processes load the same model."""
+        """Each setting of `attach` as a name, an object, a mapping or a file. `device` is where to compute if `offload`
+        does not say. Unless `is_alone`, other processes load the same model."""
+        given = {of: value for name, of in OF_OFFLOAD.items() if (value := others.pop(name, None)) not in (None, "")}
         degrees = SequenceParallelConfig() if _is_off(parallel) else SequenceParallelConfig.read(parallel)
-        config = cls(_read_cache(cache, tolerance), None, degrees, **others)
-        budgets = {"gpu_memory": gpu_memory, "host_memory": host_memory}
-        size = {"height": height, "width": width, "frames": num_frames, "batch": batch}
-        moves = _read_offload(offload, budgets, size, exclude)
+        config, moves = cls(_read_cache(cache, tolerance), None, degrees, **others), _read_offload(offload, given)
         if moves is None:
             return config
-        return replace(
-            config,
-            offload=replace(
-                moves,
-                device=moves.device or device,
-                skipped=moves.skipped or skipped_share(config.cache) or 0.0,
-                share=degrees.num_ranks > 1 or not is_alone if moves.share is None else moves.share,
-                graphs=config.graphs is not None,
-            ),
+        moves = replace(
+            moves,
+            device=moves.device or device,
+            skipped=moves.skipped or skipped_share(config.cache) or 0.0,
+            share=degrees.num_ranks > 1 or not is_alone if moves.share is None else moves.share,
+            graphs=config.graphs is not None,
         )
+        return replace(config, offload=moves)
 
     def check(self) -> None:
         if self.offload is not None and self.compiler == "cudagraphs":
@@ -124,22 +110,18 @@ class AttachConfig(Settings, param="attach"):
                 "compile=True too, or leave it out.",
                 param="compile_cache",
             )
-        splits = self.parallel.sequence_parallel_size > 1
-        is_torchs = self.attention is None or read_attention(self.attention) in OF_TORCH
-        if self.attention is not None and splits and (not is_torchs or self.parallel.ring_degree > 1):
+        is_split, is_ring = self.parallel.sequence_parallel_size > 1, self.parallel.ring_degree > 1
+        if self.attention and is_split and (is_ring or read_attention(self.attention) not in OF_TORCH):
             raise SettingError(
                 f"attention={self.attention!r} cannot be used by {self.parallel.sequence_parallel_size} ranks that "
                 "share a sequence. Those take torch's own kernels ('cudnn', 'torch_flash', 'efficient', 'math'), "
                 "with ulysses_degree or allgather_degree; a ring has its own. Or use cfg_parallel_size.",
                 param="attention",
             )
-        if self.cache is not None and self.num_ranks > 1:
-            self._check_ranks(self.cache)
-
-    def _check_ranks(self, cache: CacheChoice) -> None:
-        if not isinstance(cache.settings, (AutoConfig, TeaCacheConfig)):
+        ours = (AutoConfig, TeaCacheConfig)
+        if self.num_ranks > 1 and self.cache is not None and not isinstance(self.cache.settings, ours):
             raise SettingError(
-                f"The cache {cache.backend!r} cannot be used on {self.num_ranks} ranks: each rank would decide "
+                f"The cache {self.cache.backend!r} cannot be used on {self.num_ranks} ranks: each rank would decide "
                 "for itself and wait for the others forever. Use the cache 'auto' or 'tea_cache', or one rank.",
                 param="cache",
             )
@@ -152,21 +134,20 @@ class AttachConfig(Settings, param="attach"):
         missing = {name: value for name, value in size.items() if said[name] is None}
         return replace(self, offload=replace(self.offload, **missing))  # type: ignore[arg-type]
 
-    @property
-    def compiles(self) -> bool:
-        """Whether blocks are compiled."""
-        return (self.compile if self.graphs is None else self.graphs.blocks) is not False
-
-    @property
-    def compiler(self) -> str | Callable[..., Any] | None:
-        """The backend that compiles blocks; None for torch's default."""
-        value: Any = self.compile if self.graphs is None else self.graphs.blocks
-        return None if isinstance(value, bool) else value
-
     @functools.cached_property
     def graphs(self) -> GraphsConfig | None:
         """How forwards are replayed; None if they are not."""
         return graphs_of(self.compile)
+
+    @property
+    def compiler(self) -> Any:
+        """The backend that compiles blocks; True for torch's default, False if they are not compiled."""
+        return self.compile if self.graphs is None else self.graphs.blocks
+
+    @property
+    def compiles(self) -> bool:
+        """Whether blocks are compiled."""
+        return self.compiler is not False
 
     @property
     def num_ranks(self) -> int:
@@ -176,15 +157,11 @@ class AttachConfig(Settings, param="attach"):
 
 def skipped_share(choice: CacheChoice | None) -> float | None:
     """The share of forwards that a cache will skip; None if only the run can tell."""
-    if choice is None:
-        return 0.0
-    config = choice.settings
-    if not isinstance(config, TeaCacheConfig):
-        return 0.0 if isinstance(config, AutoConfig) and config.never_skips else None
-    masks = list(config.masks.values())
-    if masks:
-        return sum(mask.count(False) for mask in masks) / sum(map(len, masks))
-    return 0.0 if config.never_skips else None
+    config = None if choice is None else choice.settings
+    if isinstance(config, TeaCacheConfig) and config.masks:
+        steps = list(itertools.chain.from_iterable(config.masks.values()))
+        return steps.count(False) / len(steps)
+    return 0.0 if choice is None or getattr(config, "never_skips", False) else None
 
 
 def _read_cache(cache: CacheSetting, tolerance: float | str | None) -> CacheChoice | None:
@@ -204,33 +181,25 @@ def _is_off(value: Any) -> bool:
     return value is None or value is False or value == "none"
 
 
-def _read_offload(
-    offload: OffloadSetting,
-    budgets: Mapping[str, str | int | None],
-    size: Mapping[str, int | None],
-    exclude: str | Sequence[str] | None,
-) -> OffloadConfig | None:
-    given: dict[str, Any] = {name: budget for name, budget in budgets.items() if budget is not None}
-    of_offload = {name: value for name, value in size.items() if value is not None}
+def _read_offload(offload: OffloadSetting, given: Mapping[str, Any]) -> OffloadConfig | None:
+    """The settings of offload, with those that were given beside it."""
     if _is_off(offload):
-        if not given:
-            for name, value in (*of_offload.items(), *([("exclude", exclude)] if exclude else ())):
+        if not given.keys() & {"gpu_memory", "host_memory"}:
+            for name, value in given.items():
                 raise SettingError(
                     f"{name}={value!r} is for offload, and there is none. Give offload or gpu_memory too.", param=name
                 )
             return None
         offload = None
-    if exclude:
-        given["exclude"] = OffloadConfig(exclude=exclude).exclude  # type: ignore[arg-type]
-    given |= of_offload
     config = OffloadConfig.read(offload)
-    for name, value in given.items():
-        other = getattr(config, name)
+    merged = replace(config, **given)
+    for name in given:
+        value, other = getattr(merged, name), getattr(config, name)
         if other not in (None, (), value):
             raise SettingError(
                 f"{name}={value!r} contradicts {name}={other!r} in offload. Give one of them.", param=name
             )
-    return replace(config, **given)
+    return merged
 
 
 def graphs_of(value: CompileSetting) -> GraphsConfig | None:
@@ -249,7 +218,7 @@ def graphs_of(value: CompileSetting) -> GraphsConfig | None:
 
 
 def _check_backend(name: str) -> None:
-    if name in MODES:
+    if name in _MODES:
         instead = "compile='graphs', which replays CUDA graphs with the model's bits" if "reduce" in name else "True"
         raise SettingError(
             f"compile={name!r} is a mode of torch.compile, and compile takes a backend. Did you mean {instead}?",

@@ -15,15 +15,26 @@ import torch
 from ..arch.modules import named_parts, unwrapped
 from ..core.errors import SettingError
 from ..core.interop import accelerate_hook, diffusers_hooks, has_cache_dit, is_compiled, is_helper
-from .config import AttachConfig
 
 Kind = Literal["cache", "offload", "parallel", "compiled", "other"]
-
 _KINDS: dict[str, Kind] = {
     "group_offload": "offload", "cache": "cache", "fbc_": "cache", "pyramid_attention": "cache", "cp_input": "parallel",
     "cp_output": "parallel",
 }  # fmt: skip
 """The kind of a diffusers hook, by a word in its name."""
+_CONFLICTS: Mapping[tuple[Kind, str], str] = {
+    ("cache", "cache"): "a second cache was asked for: each would mistake the other's reused results for computed "
+    "ones. Take it off (model.disable_cache(), or cache_dit.disable_cache), or leave out cache.",
+    ("cache", "parallel"): "several ranks were asked for: each would decide for itself what to skip and wait for the "
+    "others forever. Take it off first (model.disable_cache()) and use cache='tea_cache', which asks all ranks.",
+    ("parallel", "parallel"): "several ranks were asked for: the sequence would be split twice. Load the model again "
+    "without enable_parallelism, or leave out parallel.",
+    ("compiled", "parallel"): "parallel needs its blocks, which are one graph now. Load it again without compiling it, "
+    "and let attach(pipe, ..., compile=True) compile its blocks.",
+    ("compiled", "compile"): "its blocks, which are one graph now, were asked to be compiled. Load it again without "
+    "compiling it, and let attach(pipe, ..., compile=True) compile its blocks.",
+}
+"""By the kind of a feature and one of our settings: what does not go together, and what to do."""
 
 
 class Peer(NamedTuple):
@@ -58,39 +69,11 @@ def _peers_on(name: str, denoiser: torch.nn.Module) -> Iterator[Peer]:
             yield Peer("offload", f"accelerate's {type(theirs).__name__}", where)
 
 
-def check_peers(denoisers: Mapping[str, torch.nn.Module], config: AttachConfig) -> list[Peer]:
-    """What other libraries have attached, if all of it works with this config; refused by name if not."""
+def check_peers(denoisers: Mapping[str, torch.nn.Module], wanted: set[str]) -> list[Peer]:
+    """What other libraries have attached, if all of it goes with the wanted settings; refused by name if not."""
     peers = find_peers(denoisers)
     for peer in peers:
-        param, why = _conflict(peer, config)
-        if param:
-            raise SettingError(why, param=param)
+        for (kind, param), why in _CONFLICTS.items():
+            if peer.kind == kind and param in wanted:
+                raise SettingError(f"{peer.name} is on {peer.where}, and {why}", param=param)
     return peers
-
-
-def _conflict(peer: Peer, config: AttachConfig) -> tuple[str, str]:
-    """The setting that a feature of another library conflicts with, and why; nothing if there is none."""
-    there, ranks = f"{peer.name} is on {peer.where}", config.num_ranks
-    if peer.kind == "cache" and config.cache is not None:
-        return "cache", (
-            f"{there}, and a second cache was asked for: each cache would mistake the other's reused results for "
-            "computed ones. Take it off (model.disable_cache(), or cache_dit.disable_cache), or leave out cache."
-        )
-    if peer.kind == "cache" and ranks > 1:
-        return "parallel", (
-            f"{there}, and {ranks} ranks were asked for: each rank would decide for itself what to skip "
-            "and wait for the others forever. Take it off first (model.disable_cache()) and use "
-            "cache='tea_cache', which asks all ranks."
-        )
-    if peer.kind == "parallel" and ranks > 1:
-        return "parallel", (
-            f"{there}, and {ranks} ranks were asked for: the sequence would be split twice. Load the "
-            "model again without enable_parallelism, or leave out parallel."
-        )
-    if peer.kind == "compiled" and (ranks > 1 or config.compiles):
-        feature = "parallel" if ranks > 1 else "compile"
-        return feature, (
-            f"{peer.where} is compiled as a whole, and {feature} needs its blocks, which are now one graph. Load "
-            "it again without compiling it, and let attach(pipe, ..., compile=True) compile its blocks."
-        )
-    return "", ""

@@ -28,9 +28,8 @@ _kept_in: list[str] = []
 
 
 def find_regions(denoisers: Mapping[str, torch.nn.Module]) -> Regions:
-    """The blocks of all denoisers by path, each once. Refused if there are none, or some are compiled already."""
+    """The blocks of all denoisers by path. Refused if a denoiser has none, or some cannot be compiled."""
     regions: Regions = {}
-    seen: set[int] = set()
     for name, denoiser in denoisers.items():
         stacks = find_anatomy(unwrapped(denoiser)).stacks
         if not stacks:
@@ -39,23 +38,20 @@ def find_regions(denoisers: Mapping[str, torch.nn.Module]) -> Regions:
                 "(samovar.register_declaration), or compile the model yourself and leave out compile."
             )
         for stack in stacks:
-            for path, block in zip(stack.block_paths, stack.modules(denoiser), strict=True):
-                if is_compiled(block):
-                    raise SettingError(
-                        f"{name}.{path} is compiled already. Leave out compile: compiled blocks stay compiled.",
-                        param="compile",
-                    )
-                check_compilable(f"{name}.{path}", block)
-                if id(block) not in seen:
-                    seen.add(id(block))
-                    regions[f"{name}.{path}"] = block
+            blocks = zip(stack.block_paths, stack.modules(denoiser), strict=True)
+            regions |= {f"{name}.{path}": block for path, block in blocks}
+    for path, block in regions.items():
+        _check(path, block)
     return regions
 
 
-def check_compilable(path: str, block: torch.nn.Module) -> None:
-    """Refuse quantised weights that torch.compile cannot trace: it would fail in the first call, far from here."""
+def _check(path: str, block: torch.nn.Module) -> None:
+    if is_compiled(block):
+        raise SettingError(
+            f"{path} is compiled already. Leave out compile: compiled blocks stay compiled.", param="compile"
+        )
     for name, parameter in block.named_parameters():
-        if is_untraceable(parameter):
+        if is_untraceable(parameter):  # It would fail in the first call, far from here.
             raise SettingError(
                 f"{path} cannot be compiled: torch.compile cannot trace its {name}, a {type(parameter).__name__}. "
                 "Leave out compile, or quantise the model in another way.",
@@ -63,13 +59,12 @@ def check_compilable(path: str, block: torch.nn.Module) -> None:
             )
 
 
-def compile_regions(regions: Regions, backend: str | Callable[..., Any] | None) -> Callable[[], None]:
-    """Compile each block at its first call. The returned function restores them."""
-    settings: dict[str, Any] = {} if backend is None else {"backend": backend}
+def compile_regions(regions: Regions, backend: Any) -> Callable[[], None]:
+    """Compile each block at its first call; True is torch's own compiler. The returned function restores them."""
     with contextlib.ExitStack() as undo:
-        for block in regions.values():
+        for block in set(regions.values()):  # Denoisers may share blocks.
             undo.callback(vars(block).pop, COMPILED_CALL, None)
-            block.compile(**settings)
+            block.compile(**{} if backend is True else {"backend": backend})
         return undo.pop_all().close
 
 

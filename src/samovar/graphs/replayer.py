@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +81,10 @@ class ReplayStats:
     """Memory that they take: inputs, and what is computed on the way."""
     reasons: tuple[str, ...]
     """Why calls were not replayed that might have been."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
 
     def __str__(self) -> str:
         size = f"{self.num_bytes / 2**20:.1f} MiB"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from .sizes import format_bytes
 
@@ -61,6 +62,10 @@ class OffloadStats:
     setup_s: float = 0.0
     ahead: dict[str, TimeStats] = field(default_factory=dict)
     """By component: what was computed ahead of the steps."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
 
     def __str__(self) -> str:
         sent, held = format_bytes(self.sent_bytes), format_bytes(self.peak_held_bytes)
