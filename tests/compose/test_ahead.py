@@ -35,10 +35,6 @@ RANKS: dict[str, Any] = {
     "ring 2": SequenceParallelConfig(ring_degree=2),
     "CFG 2": {"cfg_parallel_size": 2},
 }
-FOUR: dict[str, Any] = {
-    "Ulysses 2, ring 2": SequenceParallelConfig(ulysses_degree=2, ring_degree=2),
-    "Ulysses 2, CFG 2": {"ulysses_degree": 2, "cfg_parallel_size": 2},
-}
 
 
 @contextlib.contextmanager
@@ -105,13 +101,3 @@ def test_two_ranks(ranks: Ranks, cases: list[tuple[str, str, dict[str, Any]]]) -
         assert len(results) == len(cases)
         for result in results:
             check(*result, live=True)
-
-
-@pytest.mark.slow
-def test_four_ranks() -> None:
-    with Ranks(4) as started:
-        cases = [("flux", "layerwise", {"parallel": one}) for one in FOUR.values()]
-        for results in started.call(_on_a_rank, cases, limit_s=900.0):
-            assert len(results) == len(cases)
-            for result in results:
-                check(*result, live=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipelines import PIPELINES
-from samovar import Attached, attach
+from samovar import attach
 
 FLUX = PIPELINES["flux"]
 ALL: dict[str, Any] = {
@@ -66,17 +66,6 @@ def test_rounds_and_runs_leave_nothing_behind() -> None:
     with attach(pipe, **ALL):
         # The figures of the last sixteen runs are kept; all else ends with the run.
         assert grown(lambda: FLUX.run(pipe, 2), 3, warm=17) == {}
-
-
-def test_a_leak_would_be_seen() -> None:
-    pipe, kept = FLUX.build(0), list[Attached]()
-
-    def leak() -> None:
-        kept.append(attach(pipe, **ALL))
-        kept[-1].detach()
-
-    found = grown(leak, 4)
-    assert found["Attached"] == 4
 
 
 def test_a_pipeline_that_is_given_up_while_attached_goes_too() -> None:

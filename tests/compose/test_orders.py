@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from compose.matrix import difference, footprint, modules_of, num_hooks, pipeline
 from pipelines import PIPELINES
@@ -79,30 +78,3 @@ def test_every_order_on_with_every_order_off(ranks: Ranks) -> None:
     every = list(itertools.product(ORDERS, ORDERS))
     assert len(every) == 36
     assert ranks.call(try_orders, every, limit_s=1800.0) == [[], []]
-
-
-TWO: list[Order] = [("cache", "offload"), ("offload", "cache")]
-
-
-@pytest.mark.parametrize("name", ["qwen-image", "sd3", "wan"])
-def test_other_pipelines_are_indifferent_to_the_order_too(name: str) -> None:
-    tiny, pipe = PIPELINES[name], PIPELINES[name].build(0)
-    bare = tiny.run(pipe, STEPS)
-    with attach(pipe, cache={"backend": "tea_cache", **SCHEDULE}):
-        cached = tiny.run(pipe, STEPS)
-    assert not torch.equal(bare, cached)
-    for on, off in itertools.product(TWO, TWO):
-        ways = {feature: put_on_alone(pipe, feature) for feature in on}
-        assert torch.equal(tiny.run(pipe, STEPS), cached)
-        ways[off[0]]()
-        assert torch.equal(tiny.run(pipe, STEPS), cached if off[0] == "offload" else bare)
-        ways[off[1]]()
-        assert torch.equal(tiny.run(pipe, STEPS), bare)
-
-
-def put_on_alone(pipe: Any, feature: str) -> Callable[[], None]:
-    if feature == "offload":
-        return apply_offload(pipe, OffloadConfig("layerwise", device="cpu")).detach
-    backend = TeaCacheBackend(SCHEDULE)
-    handle = backend.enable(pipe)
-    return lambda: handle.detach()

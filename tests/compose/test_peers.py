@@ -12,7 +12,6 @@ import torch
 from compose.matrix import footprint
 from pipelines import PIPELINES
 from samovar import attach
-from samovar.compose.peers import find_peers
 from samovar.core.errors import SettingError
 
 STEPS = 4
@@ -170,15 +169,6 @@ def test_cache_dit_as_our_cache_goes_with_the_rest(settings: dict[str, Any]) -> 
     with attach(pipe, cache={"backend": "cache_dit", **theirs}, **settings):
         assert torch.equal(FLUX.run(pipe, STEPS), cached)
     assert torch.equal(FLUX.run(pipe, STEPS), bare)
-
-
-def test_peers_are_found_where_they_are() -> None:
-    pipe = FLUX.build(0)
-    assert find_peers({"transformer": pipe.transformer}) == []
-    layerwise_casting(pipe)
-    group_offload(pipe)
-    kinds = {(peer.kind, peer.name) for peer in find_peers({"transformer": pipe.transformer})}
-    assert kinds == {("offload", "diffusers' group_offloading"), ("other", "diffusers' layerwise_casting")}
 
 
 def lora(pipe: Any) -> None:

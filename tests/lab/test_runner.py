@@ -147,7 +147,9 @@ def test_a_file_has_a_prompt_a_line(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"'testin' is neither a file of prompts.*'testing'"):
         read_prompts("testin")
     for count in (0, 129, True):
-        with pytest.raises(SettingError, match=f"{count!r} prompts were asked for, but 'tuning' has 128"):
+        with pytest.raises(
+            SettingError, match=f"'tuning': num_prompts={count!r}; expected a whole number from 1 to 128"
+        ):
             read_prompts("tuning", count)
 
 

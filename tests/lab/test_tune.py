@@ -31,7 +31,7 @@ def test_targets() -> None:
 @pytest.mark.parametrize(
     ("target", "value", "message"),
     [
-        ("psnr", 0, "target_psnr=0; expected a number from 1.0 to 99.0"),
+        ("psnr", 0, "target_psnr=0; expected a number from 1 to 99"),
         ("lpips", 2.0, "target_lpips=2.0"),
         ("speedup", float("nan"), "target_speedup=nan"),
         ("psnr", True, "target_psnr=True"),

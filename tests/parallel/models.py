@@ -30,18 +30,6 @@ def flux1(heads: int, rows: int, columns: int, text: int) -> tuple[torch.nn.Modu
     return build("FluxTransformer2DModel", flux.FLUX | {"num_attention_heads": heads}), inputs
 
 
-def flux2(heads: int, rows: int, columns: int, text: int) -> tuple[torch.nn.Module, Inputs]:
-    inputs = {
-        "hidden_states": noise(0, 1, rows * columns, 4),
-        "encoder_hidden_states": cond("text", 1, text, 12),
-        "timestep": time(0, scale=1.0),
-        "img_ids": flux.positions(1, rows, columns, 1)[None],
-        "txt_ids": flux.positions(1, 1, 1, text)[None],
-        "guidance": torch.full((1,), 4.0),
-    }
-    return build("Flux2Transformer2DModel", flux.FLUX2 | {"num_attention_heads": heads}), inputs
-
-
 def qwen_image(
     heads: int, rows: int, columns: int, text: int, *, lengths: tuple[int, ...] = ()
 ) -> tuple[torch.nn.Module, Inputs]:
@@ -56,10 +44,6 @@ def qwen_image(
     if lengths:
         inputs["encoder_hidden_states_mask"] = (torch.arange(text) < torch.tensor(lengths)[:, None]).long()
     return build("QwenImageTransformer2DModel", qwen.QWEN | {"num_attention_heads": heads}), inputs
-
-
-def qwen_masked(heads: int, rows: int, columns: int, text: int) -> tuple[torch.nn.Module, Inputs]:
-    return qwen_image(heads, rows, columns, text, lengths=(text - 2,))
 
 
 def qwen_two_prompts(heads: int, rows: int, columns: int, text: int) -> tuple[torch.nn.Module, Inputs]:
@@ -130,9 +114,7 @@ def hunyuan(heads: int, rows: int, columns: int, text: int) -> tuple[torch.nn.Mo
 
 MODELS = {
     "Flux": flux1,
-    "Flux2": flux2,
     "Qwen-Image": qwen_image,
-    "Qwen-Image, mask": qwen_masked,
     "Qwen-Image, two prompts": qwen_two_prompts,
     "Wan": wan_video,
     "LTX": ltx_video,

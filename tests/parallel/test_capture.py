@@ -55,21 +55,6 @@ def test_only_inside_and_only_here() -> None:
     assert F.scaled_dot_product_attention is sdpa, "torch is as it was"
 
 
-def test_torch_s_own_function_is_seen_everywhere() -> None:
-    direct: list[bool] = []
-
-    def note(call: AttentionCall) -> torch.Tensor:
-        direct.append(call.is_direct)
-        return torch.zeros(1)
-
-    with capturing(note, everywhere=True):
-        assert sdpa(*TENSORS).shape == (1,)
-        assert F.scaled_dot_product_attention(*TENSORS).shape == (1,)
-        with attention_through(None):
-            assert sdpa(*TENSORS).shape == TENSORS[0].shape
-    assert direct == [True, False], "the second call came the other way"
-
-
 def test_what_others_put_there_is_what_they_find_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Users compile flex attention and put it in the place of torch's own."""
 

@@ -15,32 +15,19 @@ from samovar.parallel.collectives import Group
 from .conftest import OnRanks
 
 
-@pytest.mark.parametrize(
-    ("degrees", "size", "strategy"),
-    [
+def test_degrees() -> None:
+    for degrees, size, strategy in (
         ({}, 1, "ulysses"),
-        ({"ulysses_degree": 2}, 2, "ulysses"),
         ({"ring_degree": 3}, 3, "ring"),
         ({"ulysses_degree": 2, "ring_degree": 3}, 6, "hybrid"),
         ({"allgather_degree": 4}, 4, "gathered"),
-    ],
-)
-def test_sizes_and_strategies(degrees: dict[str, int], size: int, strategy: str) -> None:
-    config = SequenceParallelConfig(**degrees, cfg_parallel_size=2)
-    assert (config.sequence_parallel_size, config.num_ranks, config.strategy) == (size, 2 * size, strategy)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"ulysses_degree": 0}, "ulysses_degree=0; expected a number of ranks, 1 or more"),
-        ({"allgather_degree": 2, "ulysses_degree": 2}, "allgather_degree=2 cannot be combined with ulysses_degree=2"),
-    ],
-)
-def test_invalid_degrees(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingError, match=message) as caught:
-        SequenceParallelConfig(**settings)
-    assert caught.value.param == next(iter(settings))
+    ):
+        config = SequenceParallelConfig(**degrees, cfg_parallel_size=2)
+        assert (config.sequence_parallel_size, config.num_ranks, config.strategy) == (size, 2 * size, strategy)
+    with pytest.raises(SettingError, match="ulysses_degree=0; expected a number of ranks, 1 or more"):
+        SequenceParallelConfig(ulysses_degree=0)
+    with pytest.raises(SettingError, match="allgather_degree=2 cannot be combined with ulysses_degree=2"):
+        SequenceParallelConfig(allgather_degree=2, ulysses_degree=2)
 
 
 def test_degrees_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

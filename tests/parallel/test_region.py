@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 
-from samovar.hooks import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook
 from samovar.parallel import (
     SequenceParallelConfig,
     SequenceParallelInput,
     SequenceParallelOutput,
     ShardingError,
     apply_sequence_parallel,
-    enable_sequence_parallel_for_model,
 )
 
 from . import toys
@@ -86,40 +84,6 @@ def test_a_forward_that_would_be_wrong_raises(on_ranks: OnRanks) -> None:
         assert len(alone) == 3
         assert all("forward of Transformer runs no attention on several ranks" in message for message in alone)
         assert "Keys of attention 0 of 'blocks.0' holds only some of the" in some
-
-
-class Skip(ModelHook):
-    """A cache that answers for a block."""
-
-    order = HookOrder.CACHE
-
-    def __init__(self) -> None:
-        self.is_on = False
-        self.shapes: list[tuple[int, ...]] = []
-
-    def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_on:
-            return NOT_BYPASSED
-        self.shapes.append(tuple(args[0].shape))
-        return args[0]
-
-
-@torch.no_grad()
-def skipped() -> tuple[float, float, list[tuple[int, ...]]]:
-    model, hook = toys.build(), Skip()
-    computed, expected = model(toys.tokens(13)), model.proj_out(toys.tokens(13))
-    enable_sequence_parallel_for_model(model, TWO)
-    for block in model.blocks:
-        HookRegistry.get_or_create(block).register_hook("cache", hook)
-    first = float((model(toys.tokens(13)) - computed).abs().max())
-    hook.is_on = True
-    return first, float((model(toys.tokens(13)) - expected).abs().max()), hook.shapes
-
-
-def test_skipped_blocks_see_parts_too_and_need_no_attention(on_ranks: OnRanks) -> None:
-    for rank, (first, then, shapes) in enumerate(on_ranks(2, skipped)):
-        assert max(first, then) <= 1e-5
-        assert shapes == [(1, 7 - rank, toys.WIDTH)] * 3
 
 
 @torch.no_grad()

@@ -14,8 +14,10 @@ from samovar.parallel import (
     SequenceParallelInput,
     SequenceParallelOutput,
     StrategyError,
+    apply_cfg_parallel,
     apply_sequence_parallel,
     disable_sequence_parallel_for_model,
+    make_mesh,
     remove_sequence_parallel,
     sharding_of,
 )
@@ -170,14 +172,15 @@ def test_a_sharding_is_taken_off_by_its_plan_or_whatever_its_plan(on_ranks: OnRa
 
 
 def test_one_rank_adds_nothing() -> None:
-    model = toys.build()
+    model, one = toys.build(), SequenceParallelConfig()
     before = traces(model)
-    for sharding in (enable(model), enable(model, SequenceParallelConfig()), apply_sequence_parallel(
-        model, SequenceParallelConfig(), PLAN
-    )):  # fmt: skip
+    for handle in (
+        enable(model), enable(model, one), apply_sequence_parallel(model, one, PLAN),
+        apply_cfg_parallel(model, make_mesh(one)),
+    ):  # fmt: skip
         assert sharding_of(model) is None
         assert traces(model) == before, "no hook is attached"
-        sharding.detach()
+        handle.detach()
 
 
 class Mixing(toys.Block):
