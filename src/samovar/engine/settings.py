@@ -14,6 +14,7 @@ import torch
 
 from ..arch.devices import read_device
 from ..compose import AttachConfig, CacheSetting, OffloadSetting, ParallelSetting
+from ..compose.config import OF_OFFLOAD
 from ..core.aliases import accept_aliases
 from ..core.errors import SettingError
 from ..core.settings import (
@@ -274,7 +275,7 @@ class OmniDiffusionConfig(Settings, param="settings"):
     @functools.cached_property
     def attach_config(self) -> AttachConfig:
         """The features to attach to the pipeline."""
-        taken = {*inspect.signature(AttachConfig.of).parameters, *table(AttachConfig)}
+        taken = {*inspect.signature(AttachConfig.of).parameters, *table(AttachConfig), *OF_OFFLOAD}
         same = {field.name: getattr(self, field.name) for field in fields(self) if field.name in taken}
         is_alone = (self.replicas or 1) == 1 and len(self.devices or ()) <= 1
         return AttachConfig.of(**same | {"device": self.execution_device(), "is_alone": is_alone})

@@ -22,7 +22,7 @@ from .session import Row, Session
 from .tasks import Task
 from .verdict import sentences, shown_speedup, worst
 
-_WIDEST_LABEL, _GAP, _HEADER, _LINE, _FONT_SIZE = 280, 4, 22, 17, 13
+_LABEL, _GAP, _HEADER, _LINE, _FONT_SIZE = 280, 4, 22, 17, 13
 _INK, _PAPER, _DIM = (20, 20, 20), (255, 255, 255), (110, 110, 110)
 _LARGEST = 256
 """Pixels of an image on the sheet; larger ones are made smaller."""
@@ -111,25 +111,24 @@ def worst_sheet(tasks: Sequence[Task], exact: Row, exact_folder: Path, row: Row,
 
 def draw_sheet(tasks: Sequence[Task], rows: Sequence[Row], files: Sequence[Sequence[Path]]) -> Image.Image:
     """Images with a label for each row, and the tasks across."""
-    font = ImageFont.load_default(_FONT_SIZE)
-    labels = [_label(row) for row in rows]
-    longest = max(font.getlength(text) for label in labels for text in label)
-    left = min(_WIDEST_LABEL, 3 * _GAP + math.ceil(longest))
     images = [[_thumbnail(file) for file in of] for of in files]
     width = max(image.width for row in images for image in row) + _GAP
     height = max(max(image.height for row in images for image in row) + _GAP, 4 * _LINE + _GAP)
-    sheet = Image.new("RGB", (left + width * len(tasks), _HEADER + height * len(rows)), _PAPER)
-    draw = ImageDraw.Draw(sheet)
-    draw.font = font
+    sheet = Image.new("RGB", (_LABEL + width * len(tasks), _HEADER + height * len(rows)), _PAPER)
+
+    def write(text: str, x: int, y: int, width: int, ink: tuple[int, int, int]) -> None:
+        part = Image.new("RGB", (width, _LINE), _PAPER)  # What is too long is cut off.
+        ImageDraw.Draw(part).text((0, 0), text, fill=ink, font=ImageFont.load_default(_FONT_SIZE))
+        sheet.paste(part, (x, y))
+
     for column, task in enumerate(tasks):
-        text = _fitted(draw, f"{task.prompt} · {task.seed}", width - 2 * _GAP)
-        draw.text((left + column * width, 3), text, fill=_DIM)
-    for number, (label, of) in enumerate(zip(labels, images, strict=True)):
+        write(f"{task.prompt} · {task.seed}", _LABEL + column * width, 3, width - _GAP, _DIM)
+    for number, (row, of) in enumerate(zip(rows, images, strict=True)):
         top = _HEADER + number * height
-        for line, text in enumerate(label):
-            draw.text((_GAP, top + _LINE * line), _fitted(draw, text, left - 2 * _GAP), fill=_DIM if line else _INK)
+        for line, text in enumerate(_label(row)):
+            write(text, _GAP, top + _LINE * line, _LABEL - 2 * _GAP, _DIM if line else _INK)
         for column, image in enumerate(of):
-            sheet.paste(image, (left + column * width, top))
+            sheet.paste(image, (_LABEL + column * width, top))
     return sheet
 
 
@@ -183,10 +182,3 @@ def _thumbnail(file: Path) -> Image.Image:
     with Image.open(file) as image:
         image.thumbnail((_LARGEST, _LARGEST))
         return image.convert("RGB")
-
-
-def _fitted(draw: Any, text: str, width: int) -> str:
-    """As much of a text as fits."""
-    while draw.textlength(text) > width and len(text) > 1:
-        text = text[:-2] + "…"
-    return text

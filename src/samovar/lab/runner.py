@@ -18,6 +18,7 @@ from ..arch.modules import main_dtype
 from ..arch.skeleton import read_skeleton
 from ..core.errors import ModelError, SamovarError, SettingError
 from ..core.files import check_names
+from ..core.settings import count, read_as
 from ..engine import Worker, call_pipeline
 from ..engine.failures import failure
 from ..engine.models import fetch_model
@@ -61,8 +62,7 @@ class Runner:
     ) -> None:
         """`params` that are not given take the model's defaults. `pipeline` is one that is already loaded. `engine`
         are settings of `Omni` for speed and memory: offload, gpu_memory, quantization, compile ..."""
-        if type(batch) is not int or batch < 1:
-            raise SettingError(f"batch={batch!r}; expected the number of images per call, at least 1.", param="batch")
+        read_as(count(1), batch, "batch")
         params = params or OmniDiffusionSamplingParams()
         if params.seed is not None or params.num_outputs_per_prompt is not None:
             raise SettingError("The lab gives each image its own seed: leave out seed and num_outputs_per_prompt.")
@@ -175,25 +175,20 @@ class Runner:
             self._worker = Worker(replace(self._config, task=None), pipeline)
 
     def _call(self, tasks: Sequence[Task], steps: int) -> torch.Tensor:
-        is_video = self._facts.output.kind == "video"
-        how = {"num_inference_steps": steps, "output_type": "np" if is_video else "pt"}
         request = self._facts.check(Request("", self.params))
-        call = {**(request.arguments or {}), **how}
+        call = {**(request.arguments or {}), "num_inference_steps": steps, "output_type": "np"}
         try:
             output = call_pipeline(self.pipeline, [task.prompt for task in tasks], [task.seed for task in tasks], call)
         except SamovarError:
             raise
         except ValueError as error:  # A pipeline of diffusers refuses a setting.
             raise failure(error, self._facts.class_name, self._facts.output.kind, request, []) from error
-        images = getattr(output, self._facts.output.field)
-        if is_video and len(images):  # (N, frames, height, width, 3), or a list of videos.
-            images = torch.stack([torch.as_tensor(np.asarray(video)) for video in images]).movedim(-1, -3)
-        if not isinstance(images, torch.Tensor) or images.ndim != (5 if is_video else 4):
-            raise ModelError(
-                f"{type(self.pipeline).__name__} makes no {'videos' if is_video else 'images'} to compare."
-            )
+        made = [torch.as_tensor(np.asarray(one)) for one in getattr(output, self._facts.output.field)]
+        if not made or made[0].ndim not in (3, 4):
+            raise ModelError(f"{type(self.pipeline).__name__} makes no images or videos to compare.")
+        images = torch.stack(made).movedim(-1, -3).float()
         # Within a memory budget there may be no room to compare them beside the model.
-        return images.detach().float().to("cpu" if self._config.attach_config.offload is not None else images.device)
+        return images if self._config.attach_config.offload is not None else images.to(self.device)
 
     def _now(self) -> float:
         if self.device.type == "cuda":

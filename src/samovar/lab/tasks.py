@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..core.errors import SettingError, nearest
+from ..core.settings import count, read_as
 
 SHIPPED = ("testing", "tuning")
 """Lists of captions for the built-in model. No emoji is in both."""
@@ -22,8 +23,7 @@ class Task(NamedTuple):
 
 def make_tasks(prompts: Sequence[str], num_seeds: int, first_seed: int) -> list[Task]:
     """Every prompt with `num_seeds` seeds. No two images share a seed, so that no noise counts twice."""
-    if type(num_seeds) is not int or num_seeds < 1:
-        raise SettingError(f"seeds={num_seeds!r}; expected the number of images per prompt, at least 1.", param="seeds")
+    read_as(count(1), num_seeds, "seeds")
     repeated = [prompt for prompt in prompts for _ in range(num_seeds)]
     return [Task(prompt, first_seed + number) for number, prompt in enumerate(repeated)]
 
@@ -35,8 +35,8 @@ def check_disjoint(tuning: Sequence[Task], testing: Sequence[Task]) -> None:
         raise SettingError(f"The prompt {min(shared)!r} is in both lists, for tuning and for testing. Keep them apart.")
 
 
-def read_prompts(source: str | Path, count: int | None = None) -> list[str]:
-    """The prompts of a file, or of a shipped list by name; only the first `count` if given.
+def read_prompts(source: str | Path, num_prompts: int | None = None) -> list[str]:
+    """The prompts of a file, or of a shipped list by name; only the first ones if a number is given.
 
     A file has one prompt per line. Empty lines and lines that begin with `#` are ignored.
     """
@@ -55,6 +55,6 @@ def read_prompts(source: str | Path, count: int | None = None) -> list[str]:
     prompts = [line for line in lines if line and not line.startswith("#")]
     if not prompts:
         raise SettingError(f"{str(source)!r} contains no prompts. Write one per line.")
-    if count is not None and (type(count) is not int or not 1 <= count <= len(prompts)):
-        raise SettingError(f"{count!r} prompts were asked for, but {str(source)!r} has {len(prompts)}.")
-    return prompts[:count]
+    if num_prompts is not None:
+        read_as(count(1, len(prompts)), num_prompts, "num_prompts", f"{str(source)!r}: num_prompts")
+    return prompts[:num_prompts]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..core.errors import SettingError, nearest
+from ..core.settings import number, read_as
 from .methods import PLAIN, Method, cached, plain
 from .metrics import Quality
 from .planner import FEWEST, Planner
@@ -38,10 +39,7 @@ class Target:
             hint = nearest(str(self.metric), get_args(Metric))
             raise SettingError(f"{self.metric!r} cannot be a target. {hint}", param="metric")
         low, high = {"psnr": (1.0, 99.0), "lpips": (1e-5, 1.0), "speedup": (1.0, 50.0)}[self.metric]
-        is_number = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
-        if not is_number or not low <= self.value <= high:
-            name = f"target_{self.metric}"
-            raise SettingError(f"{name}={self.value!r}; expected a number from {low} to {high}.", param=name)
+        read_as(number(low, high), self.value, f"target_{self.metric}")
 
     def __str__(self) -> str:
         words = {"psnr": "PSNR of at least {} dB", "lpips": "LPIPS of at most {}", "speedup": "{} times fewer steps"}

@@ -1,18 +1,19 @@
 """Plans: where a model's sequence is split, and where it is put together again.
 
 A plan is a dictionary from module paths to what happens there: "" is the model itself, a path is dotted, and one "*"
-stands for every child of a ModuleList. A dictionary of inputs splits the module's arguments, by parameter name, or its
+stands for every member of a list. A dictionary of inputs splits the module's arguments, by parameter name, or its
 outputs, by index; outputs are gathered by a SequenceParallelOutput. Lists stand for tuples and lists of tensors, None
 in them for a tensor that is left whole.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.nn import Module, ModuleList
+from torch.nn import Module
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arch.modules import named_parts, parameters_of, unwrapped
@@ -164,24 +165,16 @@ def _as_list(entry: Any) -> list[Any]:
 
 
 def _modules_at(model: Module, key: str) -> dict[str, Module]:
-    """The modules that a key of a plan names, by path."""
-    parts, name = named_parts(model), type(model).__name__
-    before, star, after = key.partition("*")
-    paths, container = [key], parts.get(before.rstrip("."))
-    if star and not isinstance(container, ModuleList):
-        lists = [path for path, part in parts.items() if isinstance(part, ModuleList)]
-        found = f"is of type {type(container).__name__}" if container is not None else "does not exist"
+    """The modules that a key of a plan names, by path. The members of a list need not be alike: it means those that
+    have such a module."""
+    parts, pattern = named_parts(model), re.escape(key).replace(r"\*", r"\d+")
+    found = {path: model.get_submodule(path) for path in parts if re.fullmatch(pattern, path)}
+    if not found:
+        known = {re.sub(r"\b\d+\b", "*", path) for path in parts} if "*" in key else set(parts)
         raise invalid(
-            f"The plan names {key!r}, but {before.rstrip('.')!r} of {name} {found}; expected a ModuleList. "
-            f"{nearest(before, lists)}"
+            f"The plan names {key!r}, but {type(model).__name__} has no such module. {nearest(key, sorted(known))}"
         )
-    if isinstance(container, ModuleList) and star:
-        # The members of a list need not be alike: the plan means those that have such a module.
-        paths = [f"{before}{index}{after}" for index in range(len(container))]
-        paths = [path for path in paths if path in parts] or paths
-    if paths[0] not in parts:
-        raise invalid(f"The plan names {paths[0]!r}, but {name} has no such module. {nearest(paths[0], parts)}")
-    return {path: model.get_submodule(path) for path in paths}
+    return found
 
 
 def _check_parameters(path: str, module: Module, arguments: Mapping[str, InputTree]) -> None:

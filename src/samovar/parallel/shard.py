@@ -64,19 +64,21 @@ class PlanHook(AroundHook):
     def after(self, output: Any) -> Any:
         """The output to return."""
         specs = self.placement.outputs
-        values = list(output.values()) if isinstance(output, dict) else output  # A model's output has named fields.
-        count = len(values) if isinstance(values, (tuple, list)) else 1
-        if any(index >= count for index in specs):
+        if not specs:
+            return output
+        # A model's output has named fields.
+        values = list(output.values()) if isinstance(output, dict) else output
+        is_one = not isinstance(values, (tuple, list))
+        if max(specs) >= (1 if is_one else len(values)):
             raise self._misfit(values, "the output", f"{max(specs) + 1} values")
-        if isinstance(values, Tensor):
+        if is_one:
             return self._apply(specs.get(0), values, "the output", {})
-        if specs and isinstance(values, (tuple, list)):
-            values = self._apply([specs.get(index) for index in range(count)], values, "the output", {})
-        if not isinstance(output, dict):
-            return values
-        for name, value in zip(list(output), values, strict=True):
-            output[name] = value
-        return output
+        values = self._apply([specs.get(index) for index in range(len(values))], values, "the output", {})
+        if isinstance(output, dict):
+            for name, value in zip(list(output), values, strict=True):
+                output[name] = value
+            return output
+        return values
 
     def _apply(self, spec: Any, value: Any, name: str, given: Mapping[str, Any]) -> Any:
         """A value with its tensors split or gathered, by a plan of the same structure."""
