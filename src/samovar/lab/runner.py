@@ -186,7 +186,7 @@ class Runner:
         made = [torch.as_tensor(np.asarray(one)) for one in getattr(output, self._facts.output.field)]
         if not made or made[0].ndim not in (3, 4):
             raise ModelError(f"{type(self.pipeline).__name__} makes no images or videos to compare.")
-        images = torch.stack(made).movedim(-1, -3).float()
+        images = torch.stack(made).movedim(-1, -3).float().contiguous()
         # Within a memory budget there may be no room to compare them beside the model.
         return images if self._config.attach_config.offload is not None else images.to(self.device)
 

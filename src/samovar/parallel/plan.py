@@ -170,9 +170,9 @@ def _modules_at(model: Module, key: str) -> dict[str, Module]:
     parts, pattern = named_parts(model), re.escape(key).replace(r"\*", r"\d+")
     found = {path: model.get_submodule(path) for path in parts if re.fullmatch(pattern, path)}
     if not found:
-        known = {re.sub(r"\b\d+\b", "*", path) for path in parts} if "*" in key else set(parts)
+        starred = {re.sub(r"\b\d+\b", "*", path) for path in parts} - parts.keys()
         raise invalid(
-            f"The plan names {key!r}, but {type(model).__name__} has no such module. {nearest(key, sorted(known))}"
+            f"The plan names {key!r}, but {type(model).__name__} has no such module. {nearest(key, starred if '*' in key else parts)}"
         )
     return found
 
