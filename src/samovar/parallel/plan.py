@@ -171,9 +171,8 @@ def _modules_at(model: Module, key: str) -> dict[str, Module]:
     found = {path: model.get_submodule(path) for path in parts if re.fullmatch(pattern, path)}
     if not found:
         starred = {re.sub(r"\b\d+\b", "*", path) for path in parts} - parts.keys()
-        raise invalid(
-            f"The plan names {key!r}, but {type(model).__name__} has no such module. {nearest(key, starred if '*' in key else parts)}"
-        )
+        hint = nearest(key, starred if "*" in key else parts)
+        raise invalid(f"The plan names {key!r}, but {type(model).__name__} has no such module. {hint}")
     return found
 
 
