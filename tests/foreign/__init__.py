@@ -104,6 +104,17 @@ class Case:
             raise Missing(f"{error.name} is neither in the checkout nor installed") from error
 
 
+def of(path: str, **settings: Any) -> Callable[[], torch.nn.Module]:
+    """How a class is made with these settings; it is imported then."""
+
+    def make() -> torch.nn.Module:
+        module, _, name = path.rpartition(".")
+        made: torch.nn.Module = getattr(importlib.import_module(module), name)(**settings)
+        return made
+
+    return make
+
+
 def _fill(name: str, parameter: torch.nn.Parameter) -> None:
     """Weights of the size that layers start with: matrices that keep lengths, gains about one, small offsets."""
     if parameter.dim() > 1:

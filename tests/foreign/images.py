@@ -7,42 +7,14 @@ from typing import Any
 
 import torch
 
-from . import Case, Steps, cond, label, noise, rising, time
+from . import Case, Steps, cond, label, noise, of, rising, time
 from .checkouts import pass_by
-
-
-def _hidream() -> torch.nn.Module:
-    from hi_diffusers.models.transformers.transformer_hidream_image import HiDreamImageTransformer2DModel
-
-    return HiDreamImageTransformer2DModel(
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        num_single_layers=4,
-        attention_head_dim=16,
-        num_attention_heads=4,
-        caption_channels=[32, 32],
-        text_emb_dim=16,
-        num_routed_experts=4,
-        num_activated_experts=2,
-        axes_dims_rope=(8, 4, 4),
-        max_resolution=(16, 16),
-        llama_layers=[0, 1, 2, 3, 3, 3],
-    )
 
 
 def _hidream_inputs() -> Steps:
     known = {"encoder_hidden_states": [cond("t5", 1, 6, 32), cond("llama", 4, 1, 6, 32)], "img_sizes": None,
              "pooled_embeds": cond("pooled", 1, 16), "img_ids": None, "return_dict": False}  # fmt: skip
     return lambda step: ((), known | {"hidden_states": noise(step, 1, 4, 8, 8), "timesteps": time(step)})
-
-
-def _lumina() -> torch.nn.Module:
-    from models.model import NextDiT
-
-    return NextDiT(in_channels=4, dim=64, n_layers=13, n_refiner_layers=1, n_heads=4, n_kv_heads=2, multiple_of=32,
-                   qk_norm=True, cap_feat_dim=32, axes_dims=[4, 6, 6], axes_lens=[32, 16, 16])  # fmt: skip
 
 
 def _lumina_inputs() -> Steps:
@@ -103,9 +75,17 @@ def _pixart_inputs() -> Steps:
 
 
 CASES = (
-    Case("HiDreamImageTransformer2DModel", "HiDream-ai/HiDream-I1", _hidream, _hidream_inputs, init="all",
+    Case("HiDreamImageTransformer2DModel", "HiDream-ai/HiDream-I1",
+         of("hi_diffusers.models.transformers.transformer_hidream_image.HiDreamImageTransformer2DModel", patch_size=2,
+            in_channels=4, out_channels=4, num_layers=2, num_single_layers=4, attention_head_dim=16,
+            num_attention_heads=4, caption_channels=[32, 32], text_emb_dim=16, num_routed_experts=4,
+            num_activated_experts=2, axes_dims_rope=(8, 4, 4), max_resolution=(16, 16),
+            llama_layers=[0, 1, 2, 3, 3, 3]), _hidream_inputs, init="all",
          notes="text is joined to the tokens before each block and cut off after it; mixtures of experts"),
-    Case("NextDiT", "Alpha-VLLM/Lumina-Image-2.0", _lumina, _lumina_inputs, notes="flash_attn by torch; time rises"),
+    Case("NextDiT", "Alpha-VLLM/Lumina-Image-2.0",
+         of("models.model.NextDiT", in_channels=4, dim=64, n_layers=13, n_refiner_layers=1, n_heads=4, n_kv_heads=2,
+            multiple_of=32, qk_norm=True, cap_feat_dim=32, axes_dims=[4, 6, 6], axes_lens=[32, 16, 16]),
+         _lumina_inputs, notes="flash_attn by torch; time rises"),
     Case("PixArt", "PixArt-alpha/PixArt-alpha", lambda: _pixart(False), _pixart_inputs, needs=("xformers",),
          notes="xformers by torch"),
     Case("PixArtMS", "PixArt-alpha/PixArt-alpha", lambda: _pixart(True), _pixart_inputs, needs=("xformers",),

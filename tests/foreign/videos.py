@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from . import Case, Steps, cond, label, noise, time
+from . import Case, Steps, cond, label, noise, of, time
 from .checkouts import pass_by
 
 # ------------------------------------------------------------------------------------------------ Wan
@@ -119,17 +119,6 @@ def _mochi_inputs() -> Steps:
 # ------------------------------------------------------------------------------------------------ LTX-Video
 
 
-def _ltx() -> torch.nn.Module:
-    from ltx_video.models.transformers.transformer3d import Transformer3DModel
-
-    return Transformer3DModel(
-        num_attention_heads=4, attention_head_dim=16, in_channels=8, out_channels=8, num_layers=6,
-        cross_attention_dim=64, attention_bias=True, activation_fn="gelu-approximate", num_embeds_ada_norm=1000,
-        norm_elementwise_affine=False, norm_eps=1e-6, standardization_norm="rms_norm", qk_norm="rms_norm",
-        caption_channels=32, positional_embedding_type="rope", positional_embedding_theta=10000.0,
-        positional_embedding_max_pos=[20, 2048, 2048], timestep_scale_multiplier=1000)  # fmt: skip
-
-
 def _ltx_inputs() -> Steps:
     grid = torch.stack(torch.meshgrid(*map(torch.arange, (2, 4, 4)), indexing="ij")).flatten(1)[None].float()
     known = {"indices_grid": grid, "encoder_hidden_states": cond("text", 1, 6, 32), "return_dict": False,
@@ -160,7 +149,13 @@ CASES = (
          notes="flash_attn by torch; ends of sequences are counted on the CPU"),
     Case("AsymmDiTJoint", "genmoai/mochi", _mochi, _mochi_inputs, paths=("src",), init="all",
          notes="float32 where it asserts bfloat16; attention by torch"),
-    Case("Transformer3DModel", "Lightricks/LTX-Video", _ltx, _ltx_inputs),
+    Case("Transformer3DModel", "Lightricks/LTX-Video",
+         of("ltx_video.models.transformers.transformer3d.Transformer3DModel", num_attention_heads=4,
+            attention_head_dim=16, in_channels=8, out_channels=8, num_layers=6, cross_attention_dim=64,
+            attention_bias=True, activation_fn="gelu-approximate", num_embeds_ada_norm=1000,
+            norm_elementwise_affine=False, norm_eps=1e-6, standardization_norm="rms_norm", qk_norm="rms_norm",
+            caption_channels=32, positional_embedding_type="rope", positional_embedding_theta=10000.0,
+            positional_embedding_max_pos=[20, 2048, 2048], timestep_scale_multiplier=1000), _ltx_inputs),
     Case("Latte", "Vchitect/Latte", _latte, _latte_inputs,
          notes="blocks over space and over time take turns, each with a batch of its own"),
 )  # fmt: skip

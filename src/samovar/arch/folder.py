@@ -171,14 +171,13 @@ def check_loaded(pipeline: Any, folder: Path) -> Any:
 def check_files(part: Path, folder: Path, class_name: str, *, trust_remote_code: bool = False) -> None:
     """Refuse the files of a component, in `part` of a model's `folder`, that can run code when they are read."""
     files = list(_files(part, folder))
-    names = [file.name for file in files if file.parent == part]
-    plain = any((match := WEIGHTS.fullmatch(name)) and match[1] is None for name in names)
+    weights = {file.name: match[1] for file in files if file.parent == part and (match := WEIGHTS.fullmatch(file.name))}
+    has_plain = None in weights.values()
     for file in files:
-        match = WEIGHTS.fullmatch(file.name)
-        if not (plain and match and match[1]):  # A variant is not opened where there is the plain file.
+        if not (has_plain and weights.get(file.name)):  # A variant is not opened where there is the plain file.
             _check_content(file, class_name, trust_remote_code)
     foreign = [file for file in files if file.suffix in (*_PICKLED, *_OTHER_FORMATS) and file.parent == part]
-    if foreign and not any(WEIGHTS.fullmatch(name) for name in names):
+    if foreign and not weights:
         what = "a pickle, which can run code when it is read" if foreign[0].suffix in _PICKLED else "not safetensors"
         raise ModelError(
             f"{foreign[0]} is {what}, and there are no .safetensors beside it. Convert the model, for example with "

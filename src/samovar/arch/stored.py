@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,21 +72,23 @@ def _by_module(headers: Mapping[str, Header], modules: Mapping[str, Module]) -> 
     """The tensors in files by the path of the module that they are loaded into. Some models of transformers are saved
     by the names of older versions, which begin otherwise. What belongs nowhere is not loaded."""
     found: dict[str, dict[str, Header]] = {}
-    strangers: dict[str, Header] = {}
-    for key, header in headers.items():
-        places = ((path, name) for path, name in _divisions(key) if path in modules and _is_of(name, modules[path]))
-        path, name = next(places, ("", ""))
-        (found.setdefault(path, {}) if name else strangers)[name or key] = header
+
+    def place(key: str, alike: Callable[[str], Sequence[str]]) -> bool:
+        """Whether a tensor has a place, in the one module that is alike to a module in its name."""
+        for path, name in _divisions(key):
+            paths = alike(path)
+            if len(paths) == 1 and _is_of(name, modules[paths[0]]):
+                found.setdefault(paths[0], {})[name] = headers[key]
+                return True
+        return False
+
+    strangers = [key for key in headers if not place(key, lambda path: [path] if path in modules else [])]
     ends: dict[str, list[str]] = {}
     for path in modules.keys() - found.keys() if strangers else ():
         for end in _ends(path):
             ends.setdefault(end, []).append(path)
-    for key, header in strangers.items():
-        for path, name in _divisions(key):
-            alike = next((ends[end] for end in _ends(path) if end in ends), [])
-            if len(alike) == 1 and _is_of(name, modules[alike[0]]):
-                found.setdefault(alike[0], {})[name] = header
-                break
+    for key in strangers:
+        place(key, lambda path: next((ends[end] for end in _ends(path) if end in ends), []))
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_type_hints
 
 from .errors import SettingError
 from .files import check_names, is_file_name, read_settings
@@ -22,38 +22,27 @@ class Alias(NamedTuple):
     kind: Kind
 
 
-_DEGREE = Alias("parallel", count())
-ALIASES: Mapping[str, Alias] = {
-    "cache_backend": Alias("cache", TEXT),
-    "cache_adapter": Alias("cache", TEXT),
-    "cache_config": Alias("cache", SETTING),
-    "enable_cpu_offload": Alias("offload", FLAG),
-    "enable_layerwise_offload": Alias("offload", FLAG),
-    "parallel_config": Alias("parallel", SETTING),
-    "ulysses_degree": _DEGREE,
-    "ring_degree": _DEGREE,
-    "allgather_degree": _DEGREE,
-    "cfg_parallel_size": _DEGREE,
-    "enforce_eager": Alias("compile", FLAG),
-}
-
-
 class AliasArguments(TypedDict, total=False):
-    """The same as keyword arguments, for type checkers."""
+    """All of them, for type checkers, each with the setting that it stands for."""
 
-    cache_backend: str
-    cache_adapter: str
-    cache_config: Any
-    enable_cpu_offload: bool
-    enable_layerwise_offload: bool
-    parallel_config: Any
-    ulysses_degree: int
-    ring_degree: int
-    allgather_degree: int
-    cfg_parallel_size: int
-    enforce_eager: bool
+    cache_backend: Annotated[str, "cache"]
+    cache_adapter: Annotated[str, "cache"]
+    cache_config: Annotated[Any, "cache"]
+    enable_cpu_offload: Annotated[bool, "offload"]
+    enable_layerwise_offload: Annotated[bool, "offload"]
+    parallel_config: Annotated[Any, "parallel"]
+    ulysses_degree: Annotated[int, "parallel"]
+    ring_degree: Annotated[int, "parallel"]
+    allgather_degree: Annotated[int, "parallel"]
+    cfg_parallel_size: Annotated[int, "parallel"]
+    enforce_eager: Annotated[bool, "compile"]
 
 
+_KINDS: Mapping[Any, Kind] = {str: TEXT, Any: SETTING, bool: FLAG, int: count()}
+ALIASES: Mapping[str, Alias] = {
+    name: Alias(hint.__metadata__[0], _KINDS[hint.__origin__])
+    for name, hint in get_type_hints(AliasArguments, include_extras=True).items()
+}
 CLASSES: Mapping[str, str] = {"DiffusionParallelConfig": "SequenceParallelConfig"}
 """Classes of `samovar` that have another name there."""
 
@@ -95,13 +84,11 @@ def _cache(given: Mapping[str, Any]) -> Any:
         return backend or config
     if is_file_name(config):
         saved = read_settings(config, "cache")
-        if "backend" in saved and saved["backend"] != backend:
-            message = (
-                f"{str(config)!r} is for the cache {saved['backend']!r}, not {backend!r}. Leave out cache_backend."
-            )
-            raise SettingError(message, param="cache_backend")
-        if "backend" in saved:
+        if saved.get("backend") == backend:
             return config  # As a file, which may also hold the steps that it was tuned for.
+        if "backend" in saved:
+            message = f"{str(config)!r} is for the cache {saved['backend']!r}, not {backend!r}. Leave out cache_backend."
+            raise SettingError(message, param="cache_backend")
         config = saved
     if not isinstance(config, Mapping):
         expected = "a mapping such as {'rel_l1_thresh': 0.2}, or a file with one"
@@ -110,14 +97,15 @@ def _cache(given: Mapping[str, Any]) -> Any:
 
 
 def _offload(given: Mapping[str, Any]) -> str | None:
-    chosen = [name for name, value in sorted(given.items()) if read_as(FLAG, value, name)]
+    modes = {"enable_cpu_offload": "model", "enable_layerwise_offload": "layerwise"}
+    chosen = [modes[name] for name, value in given.items() if read_as(FLAG, value, name)]
     if len(chosen) > 1:
         raise SettingError(
             "enable_cpu_offload and enable_layerwise_offload exclude each other: either whole components take turns, "
             "or their blocks stream. Choose one, or give gpu_memory alone, which chooses for you.",
             param="enable_cpu_offload",
         )
-    return {"enable_cpu_offload": "model", "enable_layerwise_offload": "layerwise"}[chosen[0]] if chosen else None
+    return next(iter(chosen), None)
 
 
 def _parallel(given: Mapping[str, Any]) -> Any:

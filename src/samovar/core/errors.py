@@ -142,15 +142,12 @@ class EngineDownError(EngineError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for an unknown name: the nearest known ones, or all if they are few."""
-    name = name[:100]  # Comparing a megabyte would take seconds.
-    names = sorted(known)
+    name, names = name[:100].lower(), sorted(known)  # Comparing a megabyte would take seconds.
     folded = {candidate.lower(): candidate for candidate in names}
-    close = [folded[c] for c in difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)]
-    parts = [candidate for candidate in names if len(name) > 2 and name.lower()[:5] in candidate.lower()]
-    parts.sort(key=lambda candidate: (not candidate.lower().startswith(name.lower()[:5]), len(candidate)))
-    close = close or parts[:4]
-    if close:
-        return f"Did you mean {' or '.join(repr(candidate) for candidate in close)}?"
+    alike = [each for each in folded if len(name) > 2 and name[:5] in each]
+    alike.sort(key=lambda each: (not each.startswith(name[:5]), len(each)))
+    if close := difflib.get_close_matches(name, folded, n=1, cutoff=0.6) or alike[:4]:
+        return f"Did you mean {' or '.join(repr(folded[each]) for each in close)}?"
     if len(names) > 20:
         return f"None of the {len(names)} known names is similar."
     return f"Known: {', '.join(map(repr, names))}." if names else "None is known."

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import mode
 from typing import Any
 
 import torch
 
 from ..arch.modules import main_dtype, parameters_of
-from ..arch.skeleton import Part, Parts, build_pipeline, loaded_parts
+from ..arch.skeleton import Parts, build_pipeline, loaded_parts
 from ..core.errors import ModelError
 from .dry_run import CallForm, DryRun, RequestSize, dry_run
 
@@ -48,7 +49,7 @@ class Activations:
 
 def activations_of(pipeline: Any, size: RequestSize | None = None) -> Activations:
     """Those of a loaded pipeline or model. SettingError for a size that it does not take."""
-    return _of(dry_run(pipeline, size), loaded_parts(pipeline), size or RequestSize())
+    return _of(dry_run(pipeline, size), loaded_parts(pipeline), size or RequestSize(), "as it is configured")
 
 
 def read_activations(source: str, parts: Parts, size: RequestSize | None = None) -> Activations:
@@ -58,18 +59,21 @@ def read_activations(source: str, parts: Parts, size: RequestSize | None = None)
         seen = DryRun() if pipeline is None else dry_run(pipeline, size)
     except ModelError as error:
         seen = DryRun(problem=str(error))
-    return _of(seen, parts, size or RequestSize())
+    how = "as its folder configures it" if Path(source).expanduser().exists() else "as its class configures it by default"
+    return _of(seen, parts, size or RequestSize(), how)
 
 
-def _of(seen: DryRun, parts: Parts, size: RequestSize) -> Activations:
+def _of(seen: DryRun, parts: Parts, size: RequestSize, how: str) -> Activations:
     peaks, calls, note = dict(seen.peaks), dict(seen.calls), f"those of {seen.size or size}"
-    denoisers = [name for name, part in parts.items() if part.role == "denoiser"]
-    for name in [name for name in denoisers if name not in peaks]:
-        twin = next((other for other in seen.calls if other in peaks and parts[other].cls is parts[name].cls), None)
+    for name, part in parts.items():
+        if part.role != "denoiser" or name in peaks:
+            continue
+        twin = next((other for other in seen.calls if other in peaks and parts[other].cls is part.cls), None)
         if twin is not None:  # It is for later steps.
             peaks[name], calls = peaks[twin], {name: calls[twin]} | calls
-        elif found := estimate(parts[name], size):
-            peaks[name], note = found
+        elif found := estimate(part.module, size):
+            peaks[name], made = found
+            note = f"estimated for {made} of a {part.cls.__name__} {how} (a token is {_TOKEN} x {_TOKEN} pixels)"
     by_name = {name: int(peak * (1 + _SHARE)) + _BYTES for name, peak in peaks.items()}
     is_complete = by_name.keys() >= {name for name, part in parts.items() if part.role != "resident"}
     problem = None if is_complete else seen.problem or "it was not called in a run without weights"
@@ -77,21 +81,19 @@ def _of(seen: DryRun, parts: Parts, size: RequestSize) -> Activations:
     return Activations(by_name, note, problem, calls, seen.size)
 
 
-def estimate(part: Part, size: RequestSize) -> tuple[int, str] | None:
+def estimate(model: torch.nn.Module | None, size: RequestSize) -> tuple[int, RequestSize] | None:
     """What a forward of tokens through the widest layer holds: what that reads and writes, twice, and what goes around
     it, a few times. Measured of FLUX.1 at 1024 px: 0.35 to 0.6 GiB; estimated: 0.5."""
-    modules = [] if part.module is None else list(part.module.modules())
-    kinds, linear = Counter(map(type, modules)), [each for each in modules if isinstance(each, torch.nn.Linear)]
-    if part.module is None or not linear or kinds[torch.nn.Conv2d] > _MANY_CONVOLUTIONS:
+    kinds = Counter() if model is None else Counter(map(type, model.modules()))
+    if model is None or not kinds[torch.nn.Linear] or kinds[torch.nn.Conv2d] > _MANY_CONVOLUTIONS:
         return None
-    is_video = "num_frames" in parameters_of(part.module) or torch.nn.Conv3d in kinds
+    is_video = "num_frames" in parameters_of(model) or torch.nn.Conv3d in kinds
     height, width, frames = _VIDEO if is_video else _IMAGE
     height, width = size.height or size.width or height, size.width or size.height or width
-    frames, batch = size.frames or frames, size.batch or 1
+    frames = size.frames or frames
     tokens = -(-height // _TOKEN) * -(-width // _TOKEN) * ((frames - 1) // _FRAMES + 1) + _TEXT
-    widest = max(layer.in_features + layer.out_features for layer in linear)
-    held = 2 * widest + 4 * mode(layer.in_features for layer in linear)
-    itemsize = (main_dtype(part.module) or torch.bfloat16).itemsize
-    made = RequestSize(height, width, frames if is_video else None, size.batch)
-    note = f"estimated for {made} of a {part.cls.__name__} as it is configured (a token is {_TOKEN} x {_TOKEN} pixels)"
-    return batch * tokens * held * itemsize, note
+    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    widest = max(layer.in_features + layer.out_features for layer in layers)
+    held = tokens * (2 * widest + 4 * mode(layer.in_features for layer in layers))
+    itemsize = (main_dtype(model) or torch.bfloat16).itemsize
+    return (size.batch or 1) * held * itemsize, RequestSize(height, width, frames if is_video else None, size.batch)

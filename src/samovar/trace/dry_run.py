@@ -122,27 +122,30 @@ def _choices(pipeline: Any, size: RequestSize) -> Iterator[dict[str, Any]]:
     from PIL import Image
 
     takes = call_parameters(called_as(pipeline))
-    asked = _asked(type(pipeline).__name__, takes, size)
-    fixed = {"num_inference_steps": _STEPS, "output_type": "pt", "return_dict": False}
-    copies = size.batch if size.batch is not None and not any(name in asked for name in BATCHES) else None
+    asked, copies = _asked(type(pipeline).__name__, takes, size), None
+    if size.batch is not None and asked.keys().isdisjoint(BATCHES):
+        copies = size.batch
     images = tuple(name for name in takes if name in _IMAGES)
     needed = tuple(name for name in images if takes[name].default is inspect.Parameter.empty)
     blank = Image.new("RGB", (size.width or size.height or _SIDE, size.height or size.width or _SIDE))
     for prompt, chosen in itertools.product((_LONG_PROMPT, _PROMPT), dict.fromkeys((images, images[:1], needed))):
-        words = fixed | {"prompt": prompt if copies is None else [prompt] * copies}
-        yield {name: words[name] for name in words if name in takes} | asked | dict.fromkeys(chosen, blank)
+        fixed = {"num_inference_steps": _STEPS, "output_type": "pt", "return_dict": False}
+        given = fixed | {"prompt": prompt if copies is None else [prompt] * copies} | dict.fromkeys(chosen, blank)
+        yield {name: value for name, value in given.items() if name in takes} | asked
 
 
 def _asked(pipeline: str, takes: Mapping[str, Any], size: RequestSize) -> dict[str, int]:
     """The size in the words of the pipeline. Where there is none for a batch, there are as many prompts."""
-    batch = next((name for name in BATCHES if name in takes), "")
-    words = {"height": "height", "width": "width", "frames": "num_frames", "batch": batch}
-    given = {name: value for name, value in vars(size).items() if value is not None and words[name]}
-    for name, value in given.items():
-        if words[name] not in takes:
-            message = f"{name}={value} means nothing to {pipeline}, which takes no {words[name]}. Leave it out."
-            raise SettingError(message, param=name)
-    return {words[name]: value for name, value in given.items()}
+    words = {"frames": "num_frames", "batch": next((name for name in BATCHES if name in takes), None)}
+    found: dict[str, int] = {}
+    for name, value in vars(size).items():
+        word = words.get(name, name)
+        if value is not None and word is not None:
+            if word not in takes:
+                message = f"{name}={value} means nothing to {pipeline}, which takes no {word}. Leave it out."
+                raise SettingError(message, param=name)
+            found[word] = value
+    return found
 
 
 class _Run:

@@ -213,8 +213,7 @@ class _Recorder(TorchFunctionMode):
         return nested.map_tensors(take, arguments)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = _name_of(function)
+        kwargs, name = kwargs or {}, _name_of(function)
         if name in ("to", "type_as") and len(args) == 2 and isinstance(args[1], torch.Tensor):
             function, args = torch.Tensor.to, (args[0], args[1].dtype)  # The other tensor's values do not matter.
         given = list(nested.tensors((args, kwargs)))
@@ -223,16 +222,15 @@ class _Recorder(TorchFunctionMode):
         made = list(nested.tensors(output))
         if made or name in _PLACES:
             self._reject_owners(given)
-        if self._inside is None:  # Without values nothing is set, and nothing counted.
-            changed = [t for t, before in zip(given, versions, strict=True) if nested.version(t) != before]
-            changed = given[:1] if name == "__setitem__" else changed
+        if self._inside is None:
+            written = [t for t, before in zip(given, versions, strict=True) if nested.version(t) != before]
+            written = given[:1] if name == "__setitem__" else written  # Without values nothing is set or counted.
             is_new = made and {id(tensor) for tensor in made}.isdisjoint(map(id, given))
             node = None
-            if (changed or is_new) and self._knows(given) and not name.startswith(_RANDOM):
+            if (written or is_new) and self._knows(given) and not name.startswith(_RANDOM):
                 node = self._graph.call_function(function, *self._held((args, kwargs)))
-            if changed:
-                self._note_writes(changed, node)
-            elif node is not None:
+            self._note_writes(written, node)
+            if node is not None and not written:
                 self._name(node, output)
         return output
 
