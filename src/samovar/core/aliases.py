@@ -87,8 +87,10 @@ def _cache(given: Mapping[str, Any]) -> Any:
         if saved.get("backend") == backend:
             return config  # As a file, which may also hold the steps that it was tuned for.
         if "backend" in saved:
-            message = f"{str(config)!r} is for the cache {saved['backend']!r}, not {backend!r}. Leave out cache_backend."
-            raise SettingError(message, param="cache_backend")
+            raise SettingError(
+                f"{str(config)!r} is for the cache {saved['backend']!r}, not {backend!r}. Leave out cache_backend.",
+                param="cache_backend",
+            )
         config = saved
     if not isinstance(config, Mapping):
         expected = "a mapping such as {'rel_l1_thresh': 0.2}, or a file with one"

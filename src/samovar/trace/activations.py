@@ -59,7 +59,8 @@ def read_activations(source: str, parts: Parts, size: RequestSize | None = None)
         seen = DryRun() if pipeline is None else dry_run(pipeline, size)
     except ModelError as error:
         seen = DryRun(problem=str(error))
-    how = "as its folder configures it" if Path(source).expanduser().exists() else "as its class configures it by default"
+    is_folder = Path(source).expanduser().exists()
+    how = "as its folder configures it" if is_folder else "as its class configures it by default"
     return _of(seen, parts, size or RequestSize(), how)
 
 
