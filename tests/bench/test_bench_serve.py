@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench.stranger import ANSWERS, Stranger, stranger
-from benchmarks.bench_serve import Answer, LoadConfig, LoadReport, main, percentile, run_load, served_model
+from benchmarks.bench_serve import Answer, LoadConfig, LoadReport, main, run_load, served_model
 from samovar.core.errors import EngineError, SettingError
 
 COUNTED = {
@@ -30,12 +30,6 @@ def test_arrivals_are_poisson_and_repeatable() -> None:
     assert fmean(gaps) == pytest.approx(0.25, rel=0.05)
     assert pstdev(gaps) == pytest.approx(0.25, rel=0.1), "exponential gaps spread as wide as they are long"
     assert set(LoadConfig("http://a", rate=math.inf, num_requests=3).arrivals()) == {0.0}
-
-
-def test_percentiles_are_values_that_were_seen() -> None:
-    values = [float(value) for value in range(1, 101)]
-    assert [percentile(values, share) for share in (50, 90, 99, 100)] == [50.0, 90.0, 99.0, 100.0]
-    assert percentile([7.0], 50) == percentile([7.0], 99) == 7.0
 
 
 def test_only_what_was_answered_counts_as_latency_and_throughput() -> None:
@@ -82,14 +76,6 @@ def test_every_answer_of_another_server_is_counted_as_what_it_is() -> None:
 def test_a_load_that_cannot_be_is_refused(how: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         LoadConfig(**how)
-
-
-def test_an_address_may_end_with_its_version() -> None:
-    with stranger() as url:
-        config = LoadConfig(f"{url}/base/v1/", num_requests=1, prompts=["an image"])
-        assert run_load(config).succeeded == 1
-        assert served_model(config) == "theirs"
-    assert [body["path"] for body in Stranger.asked] == ["/base/v1/images/generations"]
 
 
 def test_a_server_that_is_not_there_is_no_result() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,15 +86,6 @@ def test_schedules_are_planned_on_other_prompts_if_they_are_chosen(make_session:
         all_methods(tuning, only=["nosuch"])
 
 
-@pytest.mark.slow
-def test_everything_at_once(make_session: MakeSession) -> None:
-    session, tuning = make_session(steps=12), make_session(steps=12, tasks=[Task("a hat", 50)], name="tuning")
-    methods = all_methods(tuning)
-    assert len({method.name for method in methods}) == len(methods)
-    rows = bench(session, methods)
-    assert {row["family"] for row in rows if "problem" in row} <= {"diffusers SeaCache"}
-
-
 ROWS: list[dict[str, Any]] = [
     {"method": "exact", "family": "exact", "computed": 8.0, "psnr": 100, "lpips": 0.0},
     {"method": "plain 4", "family": "plain steps", "computed": 4.0, "psnr": 30, "lpips": 0.1},
@@ -111,15 +101,3 @@ def test_a_image_is_written(tmp_path: Path) -> None:
     with Image.open(tmp_path / "bench.png") as image:
         assert image.width > 1000
         assert len(image.convert("RGB").getcolors(1 << 24) or []) > 20, "there is something on it"
-
-
-def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    with pytest.raises(SettingError, match="nothing to plot"):
-        draw([ROWS[0], ROWS[-1]], tmp_path / "bench.png", "a title")
-
-
-def test_without_matplotlib_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SettingError, match=r"pip install '\.\[lab\]'"):
-        draw(ROWS, tmp_path / "bench.png", "a title")

@@ -172,30 +172,6 @@ def test_cached_and_exact_videos_are_moved_by_one_scrubber(visit: Visit, films: 
     assert visit.complaints == []
 
 
-@pytest.mark.parametrize("how", ["cancelled", "refused"])
-def test_a_video_outlives_its_exact_half(visit: Visit, films: RunningServer, how: str) -> None:
-    refusal = {"status": 429, "json": {"error": {"message": "Others wait.", "code": "queue_full", "param": None}}}
-    is_exact = lambda request: '"cache":false' in (request.post_data or "")  # noqa: E731
-    visit.page.route(
-        "**/v1/videos",
-        lambda route: route.fulfill(**refusal) if how == "refused" and is_exact(route.request) else route.continue_(),
-    )
-    visit.page.check("#compare")
-    ask(visit, steps=40 if how == "refused" else 1500)
-    if how == "cancelled":
-        visit.page.wait_for_function("() => /^exact/.test(document.getElementById('go').textContent)")
-        visit.page.keyboard.press("Escape")
-    visit.wait_done()
-    assert visit.page.is_visible("#film")
-    assert visit.page.is_hidden("#transport")
-    assert visit.page.is_visible("#problem") == (how == "refused")
-    visit.page.wait_for_selector("#history button")
-    with films.client() as http:
-        (job,) = http.get("/v1/videos").json()["data"]
-        assert job["status"] == "completed"
-        http.delete(f"/v1/videos/{job['id']}")
-
-
 def test_a_job_of_another_visit_is_in_the_history_and_can_be_watched(visit: Visit, films: RunningServer) -> None:
     with films.client() as http:
         body = {"prompt": "a dog", "num_inference_steps": 4000, "partial_images": 3}
@@ -223,18 +199,6 @@ def test_a_long_video_shows_previews_and_can_be_cancelled(visit: Visit, films: R
     visit.page.wait_for_selector("#history button", state="detached")
     with films.client() as http:
         assert http.get("/v1/videos").json()["data"] == []
-
-
-def test_a_refused_video_leaves_the_last_one(visit: Visit) -> None:
-    ask(visit)
-    visit.page.wait_for_selector("#film:not([hidden])")
-    visit.wait_done()
-    shown = visit.page.get_attribute("#film", "src")
-    ask(visit, width="50", height="32")
-    visit.page.wait_for_selector("#problem:not([hidden])")
-    assert "width must be a multiple of 16" in visit.page.inner_text("#problem")
-    assert visit.page.get_attribute("#film", "src") == shown
-    assert visit.page.is_visible("#film")
 
 
 def test_sound_is_played_and_kept(browser: Any, tmp_path: Path) -> None:  # noqa: F811

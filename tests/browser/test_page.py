@@ -113,20 +113,6 @@ def test_cached_and_exact_stand_side_by_side(visit: Visit) -> None:
     assert visit.complaints == []
 
 
-def test_an_adapter_is_chosen_by_name(visit: Visit) -> None:
-    visit.page.select_option("#lora", "ink")
-    visit.page.fill("#lora-scale", "0.5")
-    assert '"lora":{"name":"ink","scale":0.5}' in visit.page.inner_text("#snippet")
-    with visit.page.expect_request("**/v1/images/generations") as asked:
-        visit.ask(steps=3)
-    assert asked.value.post_data_json["lora"] == {"name": "ink", "scale": 0.5}
-    visit.wait_done()
-    assert visit.page.is_hidden("#problem")
-    assert visit.page.locator("#history button").count() == 1
-    visit.shot("adapters")
-    assert visit.complaints == []
-
-
 def test_a_run_can_be_cancelled(visit: Visit, server: RunningServer) -> None:
     visit.ask(steps=200)
     visit.page.wait_for_selector(".cell.computed")
@@ -209,16 +195,6 @@ def test_the_request_can_be_copied_and_works(visit: Visit, tmp_path: Path) -> No
     subprocess.run([sys.executable, "-c", python], check=True, cwd=tmp_path, timeout=180)
     for file in (tmp_path / "a" / "out.png", tmp_path / "out.png"):
         assert file.read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_keyboard_reaches_everything(visit: Visit) -> None:
-    visit.page.focus("#prompt")
-    reached = []
-    for _ in range(14):
-        visit.page.keyboard.press("Tab")
-        reached.append(visit.page.evaluate("() => document.activeElement.id"))
-    assert [name for name in reached if name][:4] == ["steps", "seed", "width", "height"]
-    assert {"compare", "go", "tab-curl", "copy", "snippet"} <= set(reached)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import samovar
 from samovar.core.aliases import ALIASES, resolve
 from samovar.core.errors import SettingError
 from samovar.engine import OmniDiffusionConfig
@@ -74,7 +73,3 @@ def test_every_alias_leads_to_a_setting_and_none_hides_one() -> None:
     settings = {field.name for field in dataclasses.fields(OmniDiffusionConfig)}
     assert {alias.setting for alias in ALIASES.values()} <= settings
     assert not settings & ALIASES.keys()
-
-
-def test_classes_have_their_other_name() -> None:
-    assert samovar.DiffusionParallelConfig is samovar.SequenceParallelConfig

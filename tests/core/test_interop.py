@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -53,21 +52,6 @@ def test_hooks_of_accelerate_and_diffusers() -> None:
     assert others.compute_dtype(model[0]) is torch.float32
 
 
-def test_what_models_and_pipelines_declare() -> None:
-    class Model(torch.nn.Module):
-        _sp_plan: ClassVar[Any] = {"": {}}
-        _cp_plan: ClassVar[Any] = None
-        _repeated_blocks: ClassVar[Any] = ["Block"]
-        _layerwise_offload_blocks_attrs = ("blocks", 3)
-
-    model = Model()
-    assert others.declared_plans(model) == others.declared_plans(Model) == {others.SP_PLAN: {"": {}}}
-    assert others.repeated_blocks(model) == ("Block",)
-    assert others.streamed_lists(model) == {"blocks": "_layerwise_offload_blocks_attrs"}
-    assert others.has_cache_dit(SimpleNamespace(_is_cached=True))
-    assert others.pipeline_steps(SimpleNamespace(_num_timesteps=7)) == 7
-
-
 def test_where_a_scheduler_is() -> None:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -78,9 +62,3 @@ def test_where_a_scheduler_is() -> None:
     assert others.scheduler_step(scheduler) == 2
     scheduler.step(torch.zeros(1), scheduler.timesteps[2], torch.zeros(1))
     assert others.scheduler_step(scheduler) == 3
-
-
-def test_an_attention_backend() -> None:
-    module = torch.nn.Linear(2, 2)
-    module.processor = SimpleNamespace(_attention_backend=SimpleNamespace(value="sage"))
-    assert others.attention_backend(module) == "sage"

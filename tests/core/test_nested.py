@@ -100,16 +100,6 @@ def test_nan_equals_nothing_and_other_forms_differ_infinitely() -> None:
     assert not nested.equal({"a": one()}, {"b": one()})
 
 
-def test_a_form_has_no_data_and_versions_are_unknown_under_inference_mode() -> None:
-    form = nested.without_data((one(), {"x": one().bool()}))
-    assert [(t.device.type, t.dtype) for t in nested.tensors(form)] == [("meta", torch.float32), ("meta", torch.bool)]
-    tensor = one()
-    tensor.add_(1)
-    assert nested.version(tensor) == 1
-    with torch.inference_mode():
-        assert nested.version(one()) is None
-
-
 def test_lists_are_copied_even_where_they_hold_no_tensor() -> None:
     given: dict[str, list[int]] = {"steps": [], "sizes": [1, 2]}
     copied = nested.map_tensors(torch.clone, given)

@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from samovar.core.tensor_parts import (
-    Wrapper,
-    is_bound_to_its_device,
     num_bytes_of,
     plainly,
     problem_of,
@@ -63,13 +61,6 @@ class Packed(torch.nn.Parameter):
     state: State
 
 
-class Shuffled(Scaled):
-    """A kind whose library packs it otherwise for each device."""
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        return Shuffled(self.values.flip(0), self.scale)
-
-
 def scaled() -> Scaled:
     return Scaled(torch.arange(6, dtype=torch.int8).view(2, 3).t(), torch.ones(3, 1))
 
@@ -88,14 +79,6 @@ def test_a_wrapper_is_what_is_inside_however_deep() -> None:
     assert [wrapper.tensor is one for wrapper, one in zip(wrappers, (inner, outer), strict=True)] == [True, True]
     assert num_bytes_of([outer]) == 6 + 12 + 4
     assert num_bytes_of([scale, scale.view(1, 1)]) == 4
-
-
-def test_memory_with_more_written_on_it() -> None:
-    weight = packed()
-    parts = take_apart([weight])
-    assert weight.state.inner is not None
-    assert [*map(id, parts.plain)] == [*map(id, (weight, weight.state.absmax, weight.state.inner.absmax))]
-    assert any(table is vars(weight.state) for table in parts.tables)
 
 
 def test_together_again_with_strides_and_settings() -> None:
@@ -130,12 +113,6 @@ def test_a_wrapper_says_that_it_is_where_its_inner_tensors_are() -> None:
     assert isinstance(outer, torch.nn.Parameter)
 
 
-def test_a_mask_holds_nothing() -> None:
-    weight = scaled()
-    assert vars(Wrapper(weight, ["values", "scale"])._mask()) == {}
-    assert set(vars(weight)) == {"values", "scale"}
-
-
 @pytest.mark.parametrize(
     ("tensor", "expected"),
     [
@@ -164,9 +141,3 @@ def test_a_tensor_that_is_spread_over_ranks_is_refused_by_name(tmp_path: Any) ->
         assert "DTensor, which is spread over several ranks" in str(problem_of(spread))
     finally:
         destroy_process_group()
-
-
-def test_a_kind_that_is_packed_for_its_device_is_known_by_its_own_move() -> None:
-    weight = Shuffled(torch.arange(6, dtype=torch.int8).view(2, 3), torch.ones(2, 1))
-    assert is_bound_to_its_device(weight, torch.device("cpu"))
-    assert not is_bound_to_its_device(scaled().detach(), torch.device("cpu"))

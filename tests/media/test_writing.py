@@ -123,10 +123,6 @@ def test_without_pyav_it_says_what_to_install(tmp_path: Path, monkeypatch: pytes
     assert read_audio(tone().save(tmp_path / "tone.wav")).rate == RATE
 
 
-def test_the_usual_files_are_those_that_people_expect() -> None:
-    assert [usual_suffix(kind) for kind in SUFFIXES] == [".png", ".mp4", ".wav"]
-
-
 def test_several_files_get_numbers() -> None:
     assert numbered("a/cat.png", 1) == [Path("a/cat.png")]
     assert numbered("a/cat.png", 2) == [Path("a/cat-1.png"), Path("a/cat-2.png")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,17 +71,6 @@ def test_the_bits_are_those_of_the_bare_pipeline(name: str, folders: Folders) ->
     exact = bare(name)
     for how in ({"cache": "auto", "tolerance": "exact"}, {"offload": "layerwise"}):
         assert np.array_equal(made(folders[name], name, how=how), exact), how
-
-
-@pytest.mark.parametrize("name", ["flux", "qwen"])
-@pytest.mark.filterwarnings("ignore")
-def test_so_they_are_with_an_image(name: str, folders: Folders) -> None:
-    size = {"height": 32, "width": 48}
-    inputs: dict[str, Any] = {"image": IMAGE, "strength": 0.5}
-    exact = bare(name, **inputs, **size)
-    assert not np.array_equal(exact, bare(name, **size))
-    how = {"cache": "auto", "tolerance": "exact", "offload": "model"}
-    assert np.array_equal(made(folders[name], name, how=how, **inputs, **size), exact)
 
 
 def test_within_a_budget_they_are_too(folders: Folders) -> None:
@@ -176,14 +164,3 @@ def test_an_output_of_no_known_kind_is_refused_at_load() -> None:
     with pytest.raises(ModelError, match=r"returns .*latents.*: it makes no images, video or sound"):
         Omni(pipe)
     assert type(pipe) is cls
-
-
-def test_a_folder_s_own_defaults(tmp_path: Path) -> None:
-    save_modular(tiny_modular("wan"), tmp_path / "wan")
-    (tmp_path / "wan" / "samovar.json").write_text(json.dumps(CALLS["wan"] | {"num_inference_steps": 2}))
-    with Omni(str(tmp_path / "wan"), device="cpu", progress=False) as omni:
-        assert str(omni.output) == "video"
-        assert omni.output.frames == 81
-        assert omni.generate("a cat", seed=1)[0].videos[0].frames.shape == (5, 32, 48, 3)
-        with pytest.raises(SettingError, match="multiple of 16"):
-            omni.generate("a cat", height=40)
