@@ -36,7 +36,7 @@ BUDGETS = {
     "arch": 14_900,
     "builtin": 100,
     "cache": 22_950,
-    "cli": 9_200,
+    "cli": 8_300,
     "compose": 9_000,
     "core": 10_100,
     "engine": 37_000,

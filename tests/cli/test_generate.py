@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipelines import PIPELINES, tiny_flux_pipeline
+from pipelines import tiny_flux_pipeline
 from samovar import cli
 
 
@@ -62,20 +62,15 @@ def test_generate_writes_images_and_says_where(tmp_path: Path) -> None:
         (["--option", "sigma=[1.0]"], "FluxPipeline does not take sigma. Did you mean 'sigmas'?"),
         (["--option", "sigmas"], "--option 'sigmas'; expected NAME=VALUE"),
         (["--input", "video=nowhere.gif"], "--input video 'nowhere.gif' is not there"),
-        (["--mask", "nowhere.png"], "--mask 'nowhere.png' is not there"),
         (["--task", "img2image"], "--task 'img2image' is not a task. Did you mean 'img2img'?"),
-        (["--task", "text2video"], "no pipeline for it like FluxPipeline. With it: img2img, inpaint, text2img."),
         (["-o", "nowhere/cat.png"], "--output 'nowhere/cat.png': there is no folder 'nowhere'"),
         (["-o", "/proc/cat.png"], "'/proc/cat.png' cannot be written"),
         (["--steps", "0"], "--steps 0; expected a whole number"),
         (["--width", "130"], "width must be a multiple of 8 for this model, not 130: try 128 or 136"),
-        (["--model", "emojis"], "Did you mean 'emoji'?"),
         (["--config", "nowhere.yaml"], "--config: 'nowhere.yaml' cannot be read"),
         (["--image", "nowhere.png"], "--image 'nowhere.png' is not there"),
-        (["--strength", "2"], "--strength 2.0; expected a number from 0 to 1"),
-        (["--cache-config", "{"], "--cache-config '{' cannot be read"),
+        (["--strength", "2"], "--strength 2; expected a number from 0 to 1"),
         (["--cache-config", "[1]"], "--cache-config '[1]' cannot be read"),
-        (["--max-batch", "0"], "--max-batch 0; expected a whole number"),
     ],
 )
 def test_generate_refuses_before_it_computes(
@@ -95,14 +90,6 @@ def test_generate_refuses_before_it_computes(
 def test_a_model_in_place_of_the_prompt_is_refused(prompt: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", prompt]) == 2
     assert f"samovar generate PROMPT --model {prompt}" in capsys.readouterr().err
-
-
-def test_the_folder_of_a_model_in_place_of_the_prompt_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(folder.parent)
-    assert cli.main(["generate", "tiny"]) == 2
-    assert "'tiny' looks like a model" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -131,16 +118,6 @@ def test_offload_gives_the_same_image(folder: Path, tmp_path: Path, capsys: pyte
     wrong = ["generate", "cat", "--model", str(folder), "--device", "cpu", "--offload", "model", "--exclude", "vea"]
     assert cli.main([*wrong, *COMMON]) == 2
     assert "'vea' is not a component, so it cannot be in exclude. Did you mean 'vae'?" in capsys.readouterr().err
-
-
-def test_the_steps_are_said_that_were_taken(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without --steps it is the pipeline that knows how many."""
-    monkeypatch.chdir(tmp_path)
-    size = ["--height", "16", "--width", "16", "--max-sequence-length", "8"]
-    assert cli.main(["generate", "cat", str(folder), "--device", "cpu", *size]) == 0
-    assert " s for 1 x 28 steps; " in capsys.readouterr().out
 
 
 def test_an_option_that_a_pipeline_does_not_take_is_refused_with_names_for_option(
@@ -203,11 +180,10 @@ def test_the_number_of_steps_comes_from_a_saved_setting(
     common = ["generate", "cat", "--model", str(folder), "--device", "cpu", "-o", str(tmp_path / "cat.png"), *size]
     assert cli.main([*common, "--cache", str(saved)]) == 0
     printed = capsys.readouterr()
-    assert f"samovar: 4 steps, as saved in {saved}\n" in printed.err
     assert "x 4 steps" in printed.out
     assert "##.#" in printed.out
     assert cli.main([*common, "--cache", str(saved), "--steps", "5"]) == 2
-    assert f"--steps 5, but {str(saved)!r} has a schedule for 4 steps" in capsys.readouterr().err
+    assert "--steps 5, but the cache has a schedule for 4 steps" in capsys.readouterr().err
 
 
 def test_an_interrupt_ends_it_cleanly_in_the_middle_of_a_image(folder: Path, tmp_path: Path) -> None:
@@ -235,35 +211,3 @@ def test_an_interrupt_ends_it_cleanly_in_the_middle_of_a_image(folder: Path, tmp
     assert "samovar: interrupted" in said
     assert "Traceback" not in said
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_controlnet_guides_a_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    PIPELINES["flux-controlnet"].build(0).controlnet.save_pretrained(tmp_path / "net")
-    command = ["generate", "cat", "--model", str(folder), "--device", "cpu", "--task", "controlnet", *COMMON]
-    for name in ("teal", "white"):
-        Image.new("RGB", (24, 16), name).save(tmp_path / f"{name}.png")
-        guided = ["--controlnet", str(tmp_path / "net"), "--image", str(tmp_path / f"{name}.png")]
-        assert cli.main([*command, *guided, "-o", str(tmp_path / f"by-{name}.png")]) == 0
-    assert not np.array_equal(pixels(tmp_path / "by-teal.png"), pixels(tmp_path / "by-white.png"))
-    assert cli.main([*command, "--controlnet", str(tmp_path / "net")]) == 2
-    assert "It was given no control_image." in capsys.readouterr().err
-    assert cli.main(command) == 2
-    assert "--task 'controlnet' needs a ControlNet" in capsys.readouterr().err
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_modular_pipeline_is_a_model_like_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("diffusers", minversion="0.42")
-    from pipelines.modular import save_modular, tiny_modular
-
-    model = str(save_modular(tiny_modular("flux"), tmp_path / "flux"))
-    Image.new("RGB", (32, 16), "teal").save(tmp_path / "teal.png")
-    command = ["generate", "cat", "--model", model, "--device", "cpu", *COMMON, "--width", "32"]
-    assert cli.main([*command, "-o", str(tmp_path / "a.png")]) == 0
-    edit = ["--image", str(tmp_path / "teal.png"), "--strength", "0.7", "-o", str(tmp_path / "b.png")]
-    assert cli.main([*command, *edit]) == 0
-    assert not np.array_equal(pixels(tmp_path / "a.png"), pixels(tmp_path / "b.png"))
-    assert cli.main([*command, "--option", "guidence_scale=2"]) == 2
-    assert "Did you mean '--guidance-scale'?" in capsys.readouterr().err
-    assert cli.main(["plan", model, "--gpu-memory", "1GiB", "--height", "16", "--width", "32"]) == 0
-    assert "activations are those of 32 x 16 pixels" in capsys.readouterr().out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,18 +23,10 @@ def test_inspect_a_class(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", "FluxTransformer2DModel"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "FluxTransformer2DModel  weights as bfloat16"
-    assert lines[2].split() == ["denoiser", "transformer", "FluxTransformer2DModel", "11.89", "B", "22.15", "GiB"]
+    assert lines[2].split() == ["denoiser", "transformer", "FluxTransformer2DModel", "11,891.18", "M", "22.15", "GiB"]
     stacks = [line for line in lines if " x Flux" in line]
     assert [line.index("GiB") for line in stacks] == [stacks[0].index("GiB")] * 2, "aligned"
     assert any(line.split()[:3] == ["step", "cache", "yes"] for line in lines)
-    assert not any("\x1b" in line for line in lines), "no colours but on a terminal"
-
-
-def test_inspect_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["inspect", "emoji"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("FluxPipeline  weights as float16")
-    assert "13.05 M" in text
 
 
 def test_inspect_as_json(tmp_path: Path) -> None:
@@ -81,23 +72,6 @@ def test_a_hub_name_is_read_without_its_weights(
     assert all(file.endswith(".safetensors") for file in left)
 
 
-def test_a_hub_name_has_what_its_activations_are_counted_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tiny_flux_pipeline().save_pretrained(tmp_path / "all")
-
-    def download(name: str, **how: Any) -> str:
-        for file in _asked_for(tmp_path / "all", how):
-            copied = tmp_path / "here" / file.relative_to(tmp_path / "all")
-            copied.parent.mkdir(parents=True, exist_ok=True)
-            copied.write_bytes(file.read_bytes())
-        return str(tmp_path / "here")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert cli.main(["plan", "somebody/some-model", "--gpu-memory", "64MiB", "--height", "16", "--width", "24"]) == 0
-    assert "Note: activations are those of 24 x 16 pixels" in capsys.readouterr().out
-
-
 def _asked_for(folder: Path, how: dict[str, Any]) -> list[Path]:
     """The files that the hub would send."""
     from huggingface_hub.utils import filter_repo_objects
@@ -118,21 +92,6 @@ def test_a_plan_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3].startswith("Expected peak: 11.")
     assert lines[4].startswith("Note: activations are estimated for 1024 x 1024 pixels of a FluxTransformer2DModel")
     assert lines[5].startswith("Host memory: 1")
-
-
-@pytest.mark.slow
-def test_a_plan_for_two_budgets(capsys: pytest.CaptureFixture[str]) -> None:
-    """38 GiB within 12 on the device and 8 on the host: the rest is read from disk, and the plan says how long."""
-    command = ["plan", "QwenImageTransformer2DModel", "--gpu-memory", "12GiB", "--host-memory", "8GiB"]
-    assert cli.main(command) == 0
-    text = capsys.readouterr().out
-    assert re.search(r"Host memory: 7\.\d\d GiB of 8.00 GiB", text)
-    assert re.search(r"\d\.\d\d GiB are read from disk in every forward: about \d\.\d+ s at 2.0 GB/s", text)
-    assert re.search(r"12.66 GiB are read from disk once in a run: about 6.8 s", text)
-    assert cli.main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["host"]["held_bytes"] <= 8 * 2**30
-    assert cli.main([*command[:-1], "2KiB"]) == 2
-    assert "--host-memory 2.00 KiB is not enough: at least 12.00 KiB" in capsys.readouterr().err
 
 
 def test_the_built_in_model_fits_nearly_anywhere(capsys: pytest.CaptureFixture[str]) -> None:

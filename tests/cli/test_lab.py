@@ -103,15 +103,6 @@ def test_tune_writes_a_setting_that_generate_takes(
     assert "95 of 100" not in out, "a speed-up promises nothing about single images"
 
 
-def test_compare_begins_with_the_cache_that_is_recommended(
-    model: str, prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, _, err = run(capsys, *compare(model, prompts[0], 8, tmp_path / "out"))
-    assert (code, err) == (0, "")
-    rows = json.loads((tmp_path / "out" / "compare.json").read_text())["rows"]
-    assert [row["method"] for row in rows if row["family"].startswith("samovar")] == ["auto", "tea_cache"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -120,16 +111,12 @@ def test_compare_begins_with_the_cache_that_is_recommended(
         (["calibrate", "--num-prompts", "1"], "1 image to calibrate with; expected at least 2"),
         (["compare", "--cache", '{"rel_l1_tresh": 1}'], "Did you mean 'rel_l1_thresh'?"),
         (["compare", "--prompts", "nowhere.txt"], "'nowhere.txt' is neither a file of prompts"),
-        (["compare", "--seeds", "0"], "--seeds 0"),
         (["compare", "--batch", "0"], "--batch 0"),
         (["compare", "--steps", "0"], "--steps 0; expected a whole number from 1 to"),
-        (["calibrate", "emojis"], "Did you mean 'emoji'?"),
         (["tune", "--target-psnr", "200"], "--target-psnr 200.0; expected a number from 1.0 to 99.0"),
-        (["tune", "--target-speedup", "0.5"], "--target-speedup 0.5"),
         (["tune", "--target-psnr", "30", "--num-prompts", "8"], "8 images to tune with: 45 or more are needed"),
         (["compare", "--offload", "layrwise"], "Did you mean 'layerwise'?"),
         (["compare", "--quantization", "transfomer=int8"], "Did you mean 'transformer'?"),
-        (["compare", "--gpu-memory", "many"], "--gpu-memory 'many'"),
         (["tune", "--target-speedup", "2", "--quantization", "int7"], "Did you mean 'int"),
         (["tune", "--target-speedup", "2", "--prompts", "testing"], "is in both lists"),
     ],

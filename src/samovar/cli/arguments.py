@@ -1,28 +1,23 @@
-"""Options of commands: declared as lines of text or made from tables of settings, and read in one way."""
+"""Options of commands: declared as lines of text or made from tables of settings, and read by these tables."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import inspect
 import re
-import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..core.aliases import ALIASES
 from ..core.errors import SettingError
-from ..core.files import brief, is_file_name, read_mapping, read_settings
-from ..core.settings import Setting, Settings, parse_name_or_json, table
+from ..core.settings import Setting, Settings, parse_flag, table
 
 _LINE = re.compile(
-    r"(?P<names>(?:-\S+ )+)(?:(?P<metavar>[^\s:]+?)(?P<more>\.\.\.)?)?(?: ?:(?P<dest>\w+))?\s\s+(?P<help>.*)"
+    r"^ *(?P<names>(?:-\S+ )+)(?:(?P<metavar>[^\s:]+?)(?P<more>\.\.\.)?)?(?: ?:(?P<dest>\w+))?  +(?P<help>.+)$",
+    re.MULTILINE,
 )
-_TYPES = dict.fromkeys(("N", "PIXELS", "TOKENS"), int) | dict.fromkeys(("X", "S", "DB"), float)
-"""Types of values by how the help shows them; others are text."""
 _COMPONENT = re.compile(r"(\w+)=(.+)")
-_SWITCHES: dict[str, Any] = {"true": True, "false": False}
 
 IMAGE = """
     --steps N :num_inference_steps  denoising steps
@@ -83,7 +78,7 @@ def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Any:
     help, _, text = (inspect.getdoc(run) or "").partition("\n\n")
     description, _, examples = text.partition("\n\nexamples:\n")
     parser = commands.add_parser(
-        run.__name__.lstrip("_").replace("_", "-"),
+        run.__name__.lstrip("_"),
         help=help[0].lower() + help[1:].rstrip("."),
         description=textwrap.fill(" ".join(description.split()), 80),
         epilog=f"examples:\n{examples}",
@@ -97,20 +92,12 @@ def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Any:
 def add_options(parser: Any, lines: str, title: str = "", description: str | None = None) -> Any:
     """Add an option for each line, such as `--steps N :num_inference_steps  denoising steps`: its names, how its value
     is shown (dots for one that may be repeated), where it is kept, and its help. Without a value it is a switch. An
-    option that is not given is None, so that a file may have it instead."""
+    option that is not given is None, so that a file may have it instead; others are text, which `settings_of` reads."""
     group = parser.add_argument_group(title, description) if title else parser
-    for line in filter(None, map(str.strip, lines.splitlines())):
-        match = _LINE.fullmatch(line)
-        assert match is not None, line
-        more: dict[str, Any] = {"help": match["help"], "default": None}
-        if match["dest"] is not None:
-            more["dest"] = match["dest"]
-        if match["metavar"] is None:
-            more["action"] = "store_true"
-        else:
-            kind = _TYPES.get(match["metavar"], str)
-            more |= {"metavar": match["metavar"], "type": kind, "action": "append" if match["more"] else "store"}
-        group.add_argument(*match["names"].split(), **more)
+    for match in _LINE.finditer(lines):
+        action = "store_true" if match["metavar"] is None else "append" if match["more"] else "store"
+        more = {name: match[name] for name in ("metavar", "dest") if match[name] is not None}
+        group.add_argument(*match["names"].split(), action=action, default=None, help=match["help"], **more)
     return group
 
 
@@ -119,23 +106,11 @@ def add_settings(parser: Any, cls: type[Settings], title: str) -> None:
     group = parser.add_argument_group(title)
     for row in [row for row in table(cls).values() if row.option is not None]:
         text = row.help.partition(". ")[0].rstrip(".").replace("%", "%%")
-        text = f"{text[0].lower()}{text[1:]}" + f" ({_shown(row.default)})" * (row.default not in (None, False, ()))
-        shown: dict[str, Any] = {"metavar": row.kind.metavar, "action": "append" if row.default == () else "store"}
-        shown = shown if row.kind.metavar else {"action": "store_true"}
-        group.add_argument(row.option, dest=row.name, default=None, help=text, **shown)
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.9g}" if isinstance(value, float) else str(value)
-
-
-def settings_of(options: argparse.Namespace, cls: type[Settings]) -> dict[str, Any]:
-    """The settings of a class that options give."""
-    return {name: _parsed(table(cls)[name], value) for name, value in given(options, table(cls)).items()}
-
-
-def _parsed(row: Setting, value: Any) -> Any:
-    return row.parse(value) if isinstance(value, str) else row.read(value)
+        shown = f"{row.default:.9g}" if isinstance(row.default, float) else row.default
+        text = f"{text[0].lower()}{text[1:]}" + f" ({shown})" * (row.default not in (None, False, ()))
+        action = "append" if row.default == () else "store" if row.kind.metavar else "store_true"
+        more = {"metavar": row.kind.metavar} if row.kind.metavar else {}
+        group.add_argument(row.option, dest=row.name, action=action, default=None, help=text, **more)
 
 
 def add_model(parser: Any, what: str = "a built-in model, a folder in diffusers format, or a hub name") -> None:
@@ -152,11 +127,15 @@ def model_of(options: argparse.Namespace) -> str | None:
     return first or options.model
 
 
+def add_compile(group: Any) -> None:
+    """A switch that may have one word behind it: see `Parser.parse_known_args`."""
+    group.add_argument("--compile", nargs="?", metavar="graphs", type=parse_flag, default=None,
+                       help="compile the denoiser's blocks; or replay its forwards: --compile graphs")  # fmt: skip
+
+
 def add_engine_options(parser: Any) -> None:
     add_options(parser, _MODEL, "model")
-    group = add_options(parser, _SPEED, "speed and memory", "Settings are a name, JSON, or a file.")
-    group.add_argument("--compile", action=SwitchOrWord, words=("graphs",), default=None,
-                       help="compile the denoiser's blocks; or replay its forwards: --compile graphs")  # fmt: skip
+    add_compile(add_options(parser, _SPEED, "speed and memory", "Settings are a name, JSON, or a file."))
     lines = (f"--{name.replace('_', '-')} {alias.kind.metavar or ''}  see --{alias.setting}"
              for name, alias in ALIASES.items())  # fmt: skip
     add_options(parser, "\n".join(lines), "vllm-omni's names for the same")
@@ -165,7 +144,7 @@ def add_engine_options(parser: Any) -> None:
 def quantization_of(texts: list[str]) -> Any:
     """The setting that options hold: one kind, JSON, or kinds by component."""
     if len(texts) == 1 and not _COMPONENT.match(texts[0]):
-        return read_setting("quantization", texts[0])
+        return texts[0]
     texts = [part for text in texts for part in (text.split(",") if _COMPONENT.match(text) else [text])]
     kinds: dict[str, str] = {}
     for text in texts:
@@ -193,69 +172,29 @@ def lora_of(texts: list[str]) -> dict[str, str]:
     return adapters
 
 
-class SwitchOrWord(argparse.Action):
-    """An option that is a switch, or has one of a few words behind it."""
-
-    def __init__(self, words: Sequence[str], metavar: str | None = None, **more: Any) -> None:
-        super().__init__(nargs="?", const=True, metavar="|".join(words), **more)
-        self._words = words
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, _SWITCHES.get(str(values).lower(), values))
-
-    def joined(self, words: Sequence[str]) -> list[str]:
-        """The words of a command line, with the value of this option in one of them."""
-        found: list[str] = []
-        for word in words:
-            if found and found[-1] in self.option_strings and word in self._words:
-                found[-1] += f"={word}"
-            else:
-                found.append(word)
-        return [f"{word}=true" if word in self.option_strings else word for word in found]
+_JOINED: dict[str, Callable[[list[str]], Any]] = {"quantization": quantization_of, "lora": lora_of}
 
 
-def given(options: argparse.Namespace, names: Iterable[str] | type) -> dict[str, Any]:
-    """The options that were given, of these names or of the fields of this class."""
-    if isinstance(names, type):
-        names = [field.name for field in dataclasses.fields(names)]
-    return {name: value for name in names if (value := getattr(options, name, None)) is not None}
+def settings_of(options: argparse.Namespace, cls: type[Settings], names: Iterable[str] = ()) -> dict[str, Any]:
+    """The settings of a class, or those of some names, that options give."""
+    return _read(options, [row for row in table(cls).values() if not names or row.name in names])
 
 
-_READERS: dict[str, Callable[[list[str]], Any]] = {"quantization": quantization_of, "lora": lora_of}
-
-
-def engine_settings(options: argparse.Namespace, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """The settings of `Omni` that were given, or those of some names."""
+def engine_settings(options: argparse.Namespace, names: Iterable[str] = ()) -> dict[str, Any]:
+    """Likewise the settings of `Omni`, with vllm-omni's names for them."""
     from ..engine import OmniDiffusionConfig
 
-    settings = given(options, OmniDiffusionConfig) | given(options, ALIASES) if names is None else given(options, names)
-    settings |= {name: read(settings[name]) for name, read in _READERS.items() if name in settings}
-    return {name: read_setting(name, v) if isinstance(v, str) else v for name, v in settings.items()}
+    aliases = [] if names else [Setting(name, None, each.kind, "", True, None) for name, each in ALIASES.items()]
+    return settings_of(options, OmniDiffusionConfig, names) | _read(options, aliases)
 
 
-def read_setting(name: str, text: str) -> Any:
-    """A name or a file as it is, or the settings that JSON text holds."""
-    try:
-        return parse_name_or_json(text)
-    except ValueError as error:
-        raise SettingError(f"{name}={brief(text)} cannot be read: {error}", param=name) from error
-
-
-def use_saved_steps(options: argparse.Namespace, caches: Iterable[str | None]) -> None:
-    """Take the number of steps from a saved cache setting, unless it is given. A schedule is for one number only."""
-    for file in filter(is_file_name, (cache for cache in caches if not str(cache).startswith("{"))):
-        content = read_mapping(str(file), "cache")
-        steps, wanted = content.get("num_inference_steps"), options.num_inference_steps
-        if steps is not None and wanted is None:
-            options.num_inference_steps = steps
-            if not options.quiet:
-                print(f"samovar: {steps} steps, as saved in {file}", file=sys.stderr)
-        elif steps not in (None, wanted) and "schedule" in read_settings(str(file), "cache"):
-            raise SettingError(
-                f"num_inference_steps={wanted}, but {file!r} has a schedule for {steps} steps. Leave it out, or "
-                "tune again with this number.",
-                param="num_inference_steps",
-            )
+def _read(options: argparse.Namespace, rows: Iterable[Setting]) -> dict[str, Any]:
+    found = {}
+    for row in rows:
+        if (value := getattr(options, row.name, None)) is not None:
+            value = _JOINED[row.name](value) if row.name in _JOINED else value
+            found[row.name] = row.parse(value) if isinstance(value, str) else value
+    return found
 
 
 def in_options(error: BaseException, parser: argparse.ArgumentParser) -> str:

@@ -17,7 +17,6 @@ from .lab import add_calibrate, add_compare, add_tune
 from .serve import add_serve
 
 SHELLS = ("bash", "zsh", "fish")
-_NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
@@ -70,24 +69,18 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_BAD_INPUT, f"{self.prog}: {message}{end} See {self.prog} --help.\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """What follows a switch is not its value, but for the words that it knows: `--compile graphs`."""
-        words = list(sys.argv[1:] if args is None else args)
-        known = [action for action in self._actions if isinstance(action, arguments.SwitchOrWord)]
-        for action in known:
-            words = action.joined(words)
+        """What follows the switch --compile is not its value, but for the word graphs."""
+        words: list[str] = []
+        for word in sys.argv[1:] if args is None else args:
+            if word == "graphs" and words[-1:] == ["--compile=true"]:
+                words[-1] = "--compile=graphs"
+            else:
+                words.append("--compile=true" if word == "--compile" else word)
         return super().parse_known_args(words, namespace)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(action, f"{value!r} is not known. {nearest(value, action.choices)}")
-
-    def _get_value(self, action: argparse.Action, text: str) -> Any:
-        try:
-            return super()._get_value(action, text)
-        except argparse.ArgumentError as error:
-            if action.type not in _NUMBERS:
-                raise
-            raise argparse.ArgumentError(action, f"{text!r} is not {_NUMBERS[action.type]}") from error
 
 
 def make_parser() -> argparse.ArgumentParser:

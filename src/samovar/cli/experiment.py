@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..builtin import BUILTIN_MODELS
 from ..core.errors import SettingError
-from ..core.files import is_file_name
+from ..core.files import is_file_name, read_settings
 from . import arguments
-from .terminal import Status, aligned
+from .terminal import Status
 
 if TYPE_CHECKING:
     from ..lab.methods import Method
@@ -32,11 +32,12 @@ class Experiment:
         from ..lab.progress import Progress
         from ..lab.runner import ENGINE_SETTINGS, Runner
 
-        params = OmniDiffusionSamplingParams(**arguments.given(options, OmniDiffusionSamplingParams))
-        # What is compared with the exact images is no setting of theirs.
-        names = [name for name in ENGINE_SETTINGS if (options.command, name) != ("compare", "quantization")]
-        settings = arguments.given(options, ("batch", "dtype", "device")) | arguments.engine_settings(options, names)
-        self.runner = Runner(arguments.model_of(options) or "emoji", params, **settings)
+        params = OmniDiffusionSamplingParams(**arguments.settings_of(options, OmniDiffusionSamplingParams))
+        names = {*ENGINE_SETTINGS, "dtype", "device"}
+        if options.command == "compare":  # What is compared with the exact images is no setting of theirs.
+            names.remove("quantization")
+        settings = arguments.engine_settings(options, names)
+        self.runner = Runner(_model_of(options), params, options.batch, **settings)
         self.folder: Path = options.output or Path(options.command)
         self._options, self._status = options, status
         self._about = self.runner.about() | {"date": date.today().isoformat()}
@@ -84,13 +85,18 @@ def experiment(options: argparse.Namespace, **depends: Any) -> Iterator[Experime
             experiment.runner.close()
 
 
+def _model_of(options: argparse.Namespace) -> str:
+    return arguments.model_of(options) or "emoji"
+
+
 def methods_of(options: argparse.Namespace) -> list[Method]:
+    from ..core.settings import table
+    from ..engine import OmniDiffusionConfig
     from ..lab.methods import read_method
 
     caches = options.cache or []
-    arguments.use_saved_steps(options, caches)
     _use_saved_params(options, caches)
-    return [read_method(arguments.read_setting("cache", text)) for text in caches]
+    return [read_method(table(OmniDiffusionConfig)["cache"].parse(text)) for text in caches]
 
 
 def check_quantisations(options: argparse.Namespace, settings: Sequence[Any]) -> None:
@@ -101,17 +107,16 @@ def check_quantisations(options: argparse.Namespace, settings: Sequence[Any]) ->
     from ..engine.settings import OmniDiffusionConfig
 
     device = OmniDiffusionConfig(device=options.device).execution_device()
-    wanted = list(filter(None, (Quantization.read(setting, device) for setting in settings)))
-    if wanted:
-        model = arguments.model_of(options) or "emoji"
-        _, parts = read_skeleton(str(fetch_model(model, trust_remote_code=bool(options.trust_remote_code))))
-        for each in wanted:
+    if wanted := [Quantization.read(setting, device) for setting in settings]:
+        folder = fetch_model(_model_of(options), trust_remote_code=bool(options.trust_remote_code))
+        _, parts = read_skeleton(str(folder))
+        for each in filter(None, wanted):
             each.applied(parts)
 
 
 def _use_saved_params(options: argparse.Namespace, caches: Sequence[str]) -> None:
-    """Take the guidance, the size and the rest from saved settings, unless they are given. Refuse those of another
-    model now, before it is loaded."""
+    """Take the steps, the guidance, the size and the rest from saved settings, unless they are given. Refuse those of
+    another model, and schedules for other steps, now, before it is loaded."""
     from ..cache import TunedFor
     from ..engine.models import fetch_model
     from ..engine.request import saved_defaults
@@ -120,15 +125,17 @@ def _use_saved_params(options: argparse.Namespace, caches: Sequence[str]) -> Non
     for file in filter(is_file_name, caches):
         tuned_for = TunedFor.read(file)
         if tuned_for is not None:
-            tuned_for.check_folder(fetch_model(arguments.model_of(options) or "emoji"))
+            tuned_for.check_folder(fetch_model(_model_of(options)))
         for name, value in saved_defaults(file).given().items():
-            if name in origins and getattr(options, name) != value:
-                raise SettingError(
-                    f"{origins[name]!r} was tuned with {name}={getattr(options, name)!r} and {file!r} with {value!r}. "
-                    f"Say which: {name}.",
-                    param=name,
-                )
-            if getattr(options, name, value) is None:
+            chosen = getattr(options, name, None)
+            if name in origins and chosen != value:
+                message = f"{origins[name]!r} was tuned with {name}={chosen!r} and {file!r} with {value!r}. Say which:"
+                raise SettingError(f"{message} {name}.", param=name)
+            is_scheduled = name == "num_inference_steps" and "schedule" in read_settings(file, "cache")
+            if is_scheduled and chosen not in (None, str(value), value):
+                message = f"num_inference_steps={chosen}, but {file!r} has a schedule for {value} steps."
+                raise SettingError(f"{message} Leave it out, or tune again with this number.", param=name)
+            if chosen is None:
                 setattr(options, name, value)
                 origins[name] = file
     if origins and not options.quiet:
@@ -137,41 +144,21 @@ def _use_saved_params(options: argparse.Namespace, caches: Sequence[str]) -> Non
 
 
 def tasks_of(options: argparse.Namespace, which: str = "") -> list[Task]:
-    from ..lab.tasks import make_tasks, read_prompts
+    """The images to make, or with `which="test_"` those that are kept for testing."""
+    from ..engine.models import find_model
+    from ..lab.tasks import SHIPPED, make_tasks, read_prompts
 
-    _check_prompts(options)
+    lists = [name for name in ("prompts", "test_prompts") if getattr(options, name, None) in SHIPPED]
+    if lists and find_model(_model_of(options)) != BUILTIN_MODELS["emoji"]:  # The figures would say nothing about it.
+        asked = " and ".join(f"--{name.replace('_', '-')} FILE" for name in lists)
+        raise SettingError(
+            f"{_model_of(options)!r} needs prompts of its own kind, and the shipped ones are captions of emoji. Give "
+            f"{asked}, with one prompt per line.",
+            param=lists[0],
+        )
     count = getattr(options, f"num_{which}prompts")
     prompts = read_prompts(getattr(options, f"{which}prompts"), count)
     if count is None:
         prompts = prompts[: getattr(options, f"most_{which}prompts")]
     first = options.first_seed + (100_000 if which else 0)  # Held-out images have their own noise too.
     return make_tasks(prompts, getattr(options, f"{which}seeds"), first)
-
-
-def _check_prompts(options: argparse.Namespace) -> None:
-    """Refuse emoji captions on a model that was not made for them: the figures would say nothing about it."""
-    from ..engine.models import find_model
-    from ..lab.tasks import SHIPPED
-
-    model = arguments.model_of(options) or "emoji"
-    missing = [name for name in ("prompts", "test_prompts") if getattr(options, name, None) in SHIPPED]
-    if missing and find_model(model) != BUILTIN_MODELS["emoji"]:
-        asked = " and ".join(f"--{name.replace('_', '-')} FILE" for name in missing)
-        raise SettingError(
-            f"{model!r} needs prompts of its own kind, and the shipped ones are captions of emoji. Give {asked}, with "
-            "one prompt per line.",
-            param=missing[0],
-        )
-
-
-def disjoint_tasks(options: argparse.Namespace) -> tuple[list[Task], list[Task]]:
-    """Tasks for tuning, and others for testing."""
-    from ..lab.tasks import check_disjoint
-
-    tasks, test_tasks = tasks_of(options), tasks_of(options, "test_")
-    check_disjoint(tasks, test_tasks)
-    return tasks, test_tasks
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    return aligned(rows, right=range(1, 6))

@@ -29,7 +29,6 @@ _OUTPUT = """
     --fps X                  frames per second
     --seconds X              duration, in place of --frames
     --option NAME=VALUE...   any argument of the pipeline's call
-    --lora-scale X           how much the adapters of --lora change (1)
 """
 _INPUTS = """
     --image FILE...          an image; again for several
@@ -46,7 +45,9 @@ def add_generate(commands: Any) -> None:
     suffixes = "; ".join(" ".join(each) for each in SUFFIXES.values())
     parser.add_argument("-o", "--output", metavar="FILE", help=f"{suffixes} (out.png, out.mp4 or .gif, out.wav)")
     arguments.add_options(parser, arguments.OUTPUT)
-    arguments.add_options(parser, arguments.IMAGE + _OUTPUT, "image, video or sound")
+    group = arguments.add_options(parser, arguments.IMAGE + _OUTPUT, "image, video or sound")
+    text = "how much the adapters of --lora change (1)"
+    group.add_argument("--lora-scale", type=float, metavar="X", help=text)
     arguments.add_options(parser, _INPUTS, "what to start from")
     arguments.add_engine_options(parser)
 
@@ -72,8 +73,7 @@ def _generate(options: argparse.Namespace) -> int:
 
     _check_prompt(options.prompt)
     options.model = arguments.model_of(options)
-    arguments.use_saved_steps(options, [options.cache, options.cache_config])
-    given = arguments.given(options, OmniDiffusionSamplingParams)
+    given = arguments.settings_of(options, OmniDiffusionSamplingParams)
     params = OmniDiffusionSamplingParams(**given, options=dict(map(_read_option, options.option or ())))
     inputs = _read_inputs(options)
     # All ranks make the output, and the first one writes it.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
     from ..trace.reports import ComponentReport
 
 
-_UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "K"), (0, ""))
 _REQUEST = ("height", "width", "frames", "batch")
 _CONFIG_FILES = ["*.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja"]
 """What a pipeline is built from without weights: its configuration, schedulers, tokenizers and processors."""
@@ -74,15 +71,18 @@ def _plan(options: argparse.Namespace) -> int:
     """
     with Status("reading the model"):
         from ..engine.planning import make_plan
+        from ..engine.request import read_defaults
         from ..offload import OffloadConfig
 
-        given = arguments.given(options, ("gpu_memory", "host_memory", "exclude", "activations", *_REQUEST))
-        config = OffloadConfig(options.mode, **given)
+        given = arguments.settings_of(options, OffloadConfig)
         source = _find_config(options)
-        size = _default_size(source) | {name: given[name] for name in _REQUEST if name in given}
-        texts = options.quantization
-        made = make_plan(source, config, size, dtype=options.dtype, loss=options.loss, bus=options.bus,
-                         quantization=arguments.quantization_of(texts) if texts else None)  # fmt: skip
+        defaults = read_defaults(Path(source).expanduser())
+        size = {name: getattr(defaults, name) for name in ("height", "width")}
+        size |= {name: given.get(name) for name in _REQUEST if name in given}
+        quantization = arguments.engine_settings(options, ["quantization"]).get("quantization")
+        made = make_plan(source, OffloadConfig(**given), {name: n for name, n in size.items() if n is not None},
+                         dtype=options.dtype, loss=options.loss, bus=options.bus,
+                         quantization=quantization)  # fmt: skip
     if options.json:
         print(json.dumps(made.to_dict(), indent=2))
         return 0
@@ -90,14 +90,6 @@ def _plan(options: argparse.Namespace) -> int:
     if made.choices:
         print("", *aligned(made.choices, right=(1, 2, 3)), f"\n{made.why}", sep="\n")
     return 0
-
-
-def _default_size(source: str) -> dict[str, int]:
-    """The size that comes with a model, if one does."""
-    from ..engine.request import read_defaults
-
-    defaults = read_defaults(Path(source).expanduser())
-    return {name: value for name in ("height", "width") if (value := getattr(defaults, name)) is not None}
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -151,42 +143,28 @@ def _download_config(name: str) -> str:
 def _print_report(report: ModelReport) -> None:
     from ..offload import format_bytes
 
-    print(f"{_paint(report.class_name, 1)}  {_paint(f'weights as {report.dtype}', 2)}\n")
+    def size_of(part: ComponentReport) -> tuple[str, str]:
+        if part.num_parameters is None or part.num_bytes is None:
+            return "", "unknown without a checkpoint"
+        return f"{part.num_parameters / 1e6:,.2f} M", format_bytes(part.num_bytes)
+
+    print(f"{report.class_name}  weights as {report.dtype}\n")
     rows = [
-        (part.role, part.name, part.class_name, *_size_of(part), part.quantization or "") for part in report.components
+        (part.role, part.name, part.class_name, *size_of(part), part.quantization or "") for part in report.components
     ]
-    for row in aligned(rows, right=(3, 4)):
-        print(f"  {row}")
+    print(*(f"  {row}" for row in aligned(rows, right=(3, 4))), sep="\n")
     for part in report.components:
         if part.anatomy is None:
             continue
-        anatomy = part.anatomy
-        print(f"\n{_paint(part.name, 1)}  {_paint(f'stacks of {part.class_name}', 2)}")
-        stacks = [
-            (s.path, f"{len(s)} x {' / '.join(s.block_classes)}", format_bytes(s.num_bytes)) for s in anatomy.stacks
-        ]
-        for row in aligned(stacks, right=(2,)) or [_paint("none found", 2)]:
-            print(f"  {row}")
-        if anatomy.side:
-            print(f"  {_paint('runs between blocks', 2)}: {', '.join(anatomy.side)}")
+        print(f"\n{part.name}  stacks of {part.class_name}")
+        stacks = [(stack.path, f"{len(stack)} x {' / '.join(stack.block_classes)}", format_bytes(stack.num_bytes))
+                  for stack in part.anatomy.stacks]  # fmt: skip
+        lines = aligned(stacks, right=(2,)) or ["none found"]
+        if part.anatomy.side:
+            lines.append(f"runs between blocks: {', '.join(part.anatomy.side)}")
         if part.coverage is not None:
-            print(f"  {_paint(str(part.coverage), 2)}")
-    print(f"\n{_paint('features', 1)}")
-    width = max(len(feature.name) for feature in report.features)
-    for feature in report.features:
-        works = {True: _paint("yes", 32), False: _paint("no ", 31), None: _paint("?  ", 33)}[feature.works]
-        print(f"  {feature.name:{width}}  {works}  {_paint(feature.reason, 2)}")
-
-
-def _size_of(part: ComponentReport) -> tuple[str, str]:
-    from ..offload import format_bytes
-
-    if part.num_parameters is None or part.num_bytes is None:
-        return "", "unknown without a checkpoint"
-    size, unit = next((size, unit) for size, unit in _UNITS if part.num_parameters >= size)
-    return f"{part.num_parameters / (size or 1):.2f} {unit}", format_bytes(part.num_bytes)
-
-
-def _paint(text: str, code: int) -> str:
-    """A text with an ANSI code, on a terminal unless NO_COLOR is set."""
-    return f"\x1b[{code}m{text}\x1b[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
+            lines.append(str(part.coverage))
+        print(*(f"  {line}" for line in lines), sep="\n")
+    works = {True: "yes", False: "no", None: "?"}
+    features = [(feature.name, works[feature.works], feature.reason) for feature in report.features]
+    print("\nfeatures", *(f"  {row}" for row in aligned(features)), sep="\n")

@@ -6,20 +6,17 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from . import arguments
-from .experiment import check_quantisations, disjoint_tasks, experiment, methods_of, table, tasks_of
+from .experiment import check_quantisations, experiment, methods_of, tasks_of
+from .terminal import aligned
 
 _CACHE_HELP = "a cache by name, its settings as JSON, or a file saved by tune; may be repeated"
 
 
-_IMAGES = """
+_FRAMES = """
     --frames N :num_frames   frames of a video
-    --batch N                images per call (1)
-"""
-_COMPILE = """
-    --compile                compile the denoiser's blocks
 """
 
 
@@ -39,9 +36,12 @@ def add_calibrate(commands: Any) -> None:
 def add_tune(commands: Any) -> None:
     parser = _add_command(commands, _tune)
     target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--target-psnr", type=float, metavar="DB", help="PSNR to the exact images in dB, at least")
-    target.add_argument("--target-lpips", type=float, metavar="X", help="LPIPS to the exact images, at most")
-    target.add_argument("--target-speedup", type=float, metavar="X", help="this many times fewer forwards")
+    for name, text in {
+        "psnr": "PSNR to the exact images in dB, at least",
+        "lpips": "LPIPS to the exact images, at most",
+        "speedup": "this many times fewer forwards",
+    }.items():
+        target.add_argument(f"--target-{name}", type=float, metavar="X", help=text)
     _add_prompts(parser, "tuning", 48)
     _add_prompts(parser, "testing", 48, test="test-")
 
@@ -54,12 +54,14 @@ def _add_command(commands: Any, run: Callable[[argparse.Namespace], int], is_qua
     parser.set_defaults(command=name)
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help=f"({name})")
     arguments.add_options(parser, arguments.OUTPUT)
-    group = arguments.add_options(parser, arguments.IMAGE + _IMAGES + arguments.DEVICE, "images")
+    group = arguments.add_options(parser, arguments.IMAGE + _FRAMES + arguments.DEVICE, "images")
+    group.add_argument("--batch", type=int, default=1, metavar="N", help="images per call (1)")
     group.add_argument("--first-seed", type=int, default=0, metavar="N", help="(0)")
     lines = arguments.MEMORY + arguments.QUANTIZATION * is_quantised + arguments.TRUST
-    lines += _COMPILE * (name in ("compare", "tune"))  # Peers take no compiled blocks, and a calibration is not timed.
     note = "As in generate. Offload leaves images bit for bit the same."
-    arguments.add_options(parser, lines, "speed and memory", note)
+    group = arguments.add_options(parser, lines, "speed and memory", note)
+    if name != "calibrate":  # Which is not timed.
+        arguments.add_compile(group)
     return parser
 
 
@@ -88,8 +90,7 @@ def _compare(options: argparse.Namespace) -> int:
       samovar compare ./flux --prompts prompts.txt --cache tune/setting.json
       samovar compare ./flux --quantization int8 --quantization transformer=int4,text_encoder_2=int8 --cache auto
     """
-    from ..lab.compare import compare, contact_sheet, page, worst_sheet
-    from ..lab.compare import table as figures
+    from ..lab.compare import compare, contact_sheet, page, table, worst_sheet
     from ..lab.methods import cached, quantised
 
     settings = [arguments.quantization_of([text]) for text in options.quantization or ()]
@@ -106,7 +107,7 @@ def _compare(options: argparse.Namespace) -> int:
         (lab.folder / "compare.html").write_text(page(found, title), encoding="utf-8")
         lab.finish("compare.json", found.to_dict())
     lab.say(
-        *table(figures(found.rows)),
+        *aligned(table(found.rows), right=range(1, 6)),
         "",
         *found.verdict(),
         f"{lab.folder / 'compare.html'}, {lab.folder / 'sheet.png'}, {lab.folder / 'worst-1.png'}",
@@ -151,12 +152,14 @@ def _tune(options: argparse.Namespace) -> int:
     """
     from ..cache.tuned import KEY, describe
     from ..lab.compare import worst_sheet
-    from ..lab.tune import Target, tune
+    from ..lab.tasks import check_disjoint
+    from ..lab.tune import Metric, Target, tune
     from ..lab.verdict import sentences
 
-    ((name, value),) = arguments.given(options, ("target_psnr", "target_lpips", "target_speedup")).items()
-    target = Target(name.removeprefix("target_"), value)  # type: ignore[arg-type]
-    tasks, test_tasks = disjoint_tasks(options)
+    (metric,) = (name for name in get_args(Metric) if getattr(options, f"target_{name}") is not None)
+    target = Target(metric, getattr(options, f"target_{metric}"))
+    tasks, test_tasks = tasks_of(options), tasks_of(options, "test_")
+    check_disjoint(tasks, test_tasks)
     target.check_tasks(tasks)
     with experiment(options, tasks=tasks, test_tasks=test_tasks) as lab:
         tuning = lab.session(tasks, "tuning")
@@ -176,9 +179,10 @@ def _tune(options: argparse.Namespace) -> int:
     rows = [(r.method, f"{r.computed:g}", f"{r.quality.psnr:.2f}", f"{r.quality.lpips:.5f}",
              *[f"{target.bound(r):.5g}"] * is_bound, "yes" if target.is_met(r) else "no")
             for r in found.tried]  # fmt: skip
+    head = ("tried", "computed", "PSNR dB", "LPIPS", *["95 of 100 reach"] * is_bound, "meets it")
     held_out, plain = found.held_out, found.plain
     lab.say(
-        *table([("tried", "computed", "PSNR dB", "LPIPS", *["95 of 100 reach"] * is_bound, "meets it"), *rows]),
+        *aligned([head, *rows], right=range(1, 6)),
         f"\nOn {len(held_out.images)} held-out images:",
         *sentences(held_out, test_tasks),
         f"{target}: {found.verdict}.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -119,11 +118,11 @@ def _defaults(options: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters that options give to all requests."""
     from ..engine import OmniDiffusionSamplingParams
 
-    size = re.fullmatch(r"(\d{1,6})x(\d{1,6})", options.size or "0x0")
-    if size is None:
+    width, sign, height = (options.size or "0x0").partition("x")
+    if not (sign and width.isdecimal() and height.isdecimal()):
         raise SettingError(f"--default-size {options.size!r}; expected one such as 1024x1024.", param="size")
-    sides = {} if options.size is None else {"width": int(size[1]), "height": int(size[2])}
-    return sides | arguments.given(options, OmniDiffusionSamplingParams)
+    sides = {} if options.size is None else {"width": int(width), "height": int(height)}
+    return sides | arguments.settings_of(options, OmniDiffusionSamplingParams)
 
 
 _EXAMPLES = {
