@@ -20,20 +20,14 @@ from samovar.cache import (
     PipelineStats,
     TeaCacheBackend,
     TeaCacheConfig,
-    apply_teacache_hook,
     cache_names,
     make_cache_backend,
     register_cache_backend,
 )
 from samovar.core.errors import ModelError, SamovarError, SettingError
 from samovar.hooks import (
-    BranchHook,
     Handle,
     HookRegistry,
-    ModelHook,
-    PipelineHook,
-    hook_pipeline,
-    pipeline_hooks,
 )
 
 FLUX, WAN = PIPELINES["flux"], PIPELINES["wan"]
@@ -91,17 +85,6 @@ def test_by_name() -> None:
         backend = make_cache_backend(setting)
         assert isinstance(backend, TeaCacheBackend)
         assert backend.config == AutoConfig()
-
-
-@pytest.mark.parametrize("name", ["none", None])
-def test_none(name: str | None) -> None:
-    assert make_cache_backend(name) is None
-
-
-def test_settings_for_no_cache_are_refused_and_settings_alone_are_those_of_tea_cache() -> None:
-    with pytest.raises(SettingError, match=r"'rel_l1_thresh': 0.2.*for the cache 'none'.*'tea_cache'"):
-        make_cache_backend({"backend": "none", "rel_l1_thresh": 0.2})
-    assert make_cache_backend({"rel_l1_thresh": 0.3}).config == TeaCacheConfig(0.3)  # type: ignore[union-attr]
 
 
 def test_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,12 +175,6 @@ def test_nonsense_is_not_registered(name: Any, factory: Any) -> None:
     assert before == CACHE_BACKENDS
 
 
-@pytest.mark.parametrize("name", ["", "none"])
-def test_a_name_that_could_never_be_chosen_is_not_registered(name: str) -> None:
-    with pytest.raises(SettingError):
-        register_cache_backend(name, Own)
-
-
 # ------------------------------------------------------------------------------------------------ on and off
 
 
@@ -217,24 +194,6 @@ def test_on_off_and_on_again(flux: tuple[Any, torch.Tensor], name: str) -> None:
         assert torch.equal(FLUX.run(pipe, STEPS), bare)
     assert torch.equal(*results)
     assert not torch.equal(results[0], bare)
-
-
-def test_other_hooks_stay(flux: tuple[Any, torch.Tensor]) -> None:
-    pipe, _ = flux
-    before, branches, other = footprint(pipe), BranchHook(), ModelHook()
-    registry = HookRegistry.get_or_create(pipe.transformer)
-    registry.register_hook("branches", branches)
-    registry.register_hook("other", other)
-    mine = hook_pipeline(pipe, "mine", PipelineHook())
-    backend = TeaCacheBackend(FAST)
-    handle = backend.enable(pipe)
-    handle.detach()
-    assert list(pipeline_hooks(pipe)) == ["mine"]
-    assert registry.get_hook("other") is other
-    assert registry.get_hook("branches") is branches, "it was there before us"
-    registry.reset()
-    mine.detach()
-    assert footprint(pipe) == before
 
 
 # ------------------------------------------------------------------------------------------------ refresh
@@ -278,20 +237,6 @@ def test_two_denoisers_each_with_its_own_steps() -> None:
     handle.detach()
     assert footprint(pipe) == before
     assert torch.equal(WAN.run(pipe, 12), bare)
-
-
-def test_a_failure_on_the_second_denoiser_leaves_the_first_untouched() -> None:
-    pipe = WAN.build(0)
-    bare, before = WAN.run(pipe, 2), footprint(pipe)
-    hook = apply_teacache_hook(pipe.transformer_2)
-    second, backend = footprint(pipe.transformer_2), TeaCacheBackend(FAST)
-    with pytest.raises(SettingError, match="already"):
-        backend.enable(pipe)
-    assert footprint(pipe.transformer_2) == second, "and the second as it was"
-    hook.detach()
-    assert footprint(pipe) == before
-    assert torch.equal(WAN.run(pipe, 2), bare)
-    backend.enable(pipe).detach()
 
 
 def test_a_pipeline_that_cannot_be_hooked_leaves_its_denoiser_untouched() -> None:

@@ -67,18 +67,6 @@ def test_on_off_and_on_again() -> None:
 
 
 @needs_package
-def test_a_bare_transformer() -> None:
-    pipe, made = QWEN.build(0), backend()
-    bare = QWEN.run(pipe, STEPS)
-    handle = made.enable(pipe.transformer)
-    made.refresh(pipe.transformer, STEPS)
-    assert not torch.equal(QWEN.run(pipe, STEPS), bare)
-    assert cached_steps(made)
-    handle.detach()
-    assert torch.equal(QWEN.run(pipe, STEPS), bare)
-
-
-@needs_package
 def test_two_pipelines_of_one_class() -> None:
     """The package writes on their class, and takes all off with the first: so one at a time."""
     pipes = [QWEN.build(seed) for seed in range(2)]

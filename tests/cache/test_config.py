@@ -73,12 +73,6 @@ def test_a_refusal_names_the_value_and_what_was_expected(settings: dict[Any, Any
     assert refusal.value.param
 
 
-@pytest.mark.parametrize("settings", [[("rel_l1_thresh", 0.2)], "rel_l1_thresh=0.2", 0.2, True])
-def test_only_a_mapping_is_read(settings: Any) -> None:
-    with pytest.raises(SettingError, match=r"cache=.*; expected the settings of TeaCacheConfig"):
-        TeaCacheConfig.read(settings)
-
-
 Footprint = list[tuple[int, type, dict[str, int]]]
 
 
@@ -89,17 +83,6 @@ def footprint(pipe: Any) -> Footprint:
 
 
 # ------------------------------------------------------------------------------------------------ what is accepted
-
-
-def test_the_defaults_are_those_of_the_documentation() -> None:
-    config = TeaCacheConfig()
-    assert config.rel_l1_thresh == 0.2
-    assert config.coefficients is None
-    assert (config.first_steps, config.last_steps, config.max_skips, config.min_steps) == (1, 1, 4, 8)
-    assert (config.start, config.end) == (0.0, 1.0)
-    assert (config.forecast, config.forecast_of) == ("reuse", "residual")
-    assert config.masks == {}
-    assert not config.never_skips
 
 
 @pytest.mark.parametrize(
@@ -122,15 +105,6 @@ def test_edges_are_accepted_and_kept(settings: dict[str, Any]) -> None:
         assert getattr(config, name) == (tuple(map(bool, value)) if name == "schedule" else value)
     assert TeaCacheConfig.read(config) is config
     assert TeaCacheConfig.read(None) == TeaCacheConfig()
-
-
-def test_a_schedule_is_a_mask_however_it_is_written() -> None:
-    expected = (True, False, False, True)
-    for written in ("#..#", [True, False, False, True], (1, 0, 0, 1)):
-        config = TeaCacheConfig(schedule=written)  # type: ignore[arg-type]
-        assert config.masks == {"*": expected}
-        assert all(type(step) is bool for step in config.masks["*"])
-        assert dataclasses.replace(config, max_skips=2).masks == config.masks
 
 
 def test_schedules_and_weights_are_found_by_branch() -> None:

@@ -147,17 +147,6 @@ def test_a_run_that_skips_nothing_gives_the_bits_of_the_bare_model(
     assert mask(hook) == "######"
 
 
-@ROADS
-def test_a_skipped_step_sees_its_own_input_and_adds_what_was_stored(extractor: Callable[..., CacheContext]) -> None:
-    model, _, calls = hooked(extractor)
-    _, skipped = run(model, 0, 1)
-    assert len(calls) == 1
-    with torch.no_grad():
-        (before, _), (hidden, temb) = (model.enter(*at(step)[:2]) for step in (0, 1))
-        added = model.mix(before, TEXT)[0] - before
-        assert torch.allclose(skipped, model.leave(hidden + added, temb), atol=1e-6)
-
-
 def test_the_signal_decides_by_what_the_extractor_says_it_is() -> None:
     def still(module: Mixer, *args: torch.Tensor) -> CacheContext:
         context = with_text(module, *args)
@@ -256,10 +245,3 @@ def test_an_extractor_of_the_modulated_input_leaves_the_blocks_to_the_cache() ->
     assert "." in found["found"][1]
     assert all(map(torch.equal, found["extracted"][0], found["found"][0]))
     assert found["still"][1] == "#" + 11 * "."
-
-
-def test_the_extractor_of_another_class_is_used_if_that_is_asked_for() -> None:
-    register_extractor("Another", still)
-    hook = apply_teacache_hook(Plain(), {"transformer_type": "Another", "rel_l1_thresh": 0.3})
-    assert hook.extractor_fn is still
-    hook.detach()

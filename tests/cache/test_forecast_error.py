@@ -10,7 +10,7 @@ import torch
 
 from samovar.cache.clock import Step
 from samovar.cache.error_control import ErrorControl, Weights
-from samovar.cache.forecast_error import Path, Rows, as_rows, in_common, worst_drifts
+from samovar.cache.forecast_error import Path, worst_drifts
 
 IMAGES, SIZE = 3, 65536
 INDICES = [7, 5, 4, 2]
@@ -118,16 +118,6 @@ def test_what_the_sampler_was_given_may_be_corrected() -> None:
     assert drifts(sample, after, branches, [1.0]) != pytest.approx(exact, rel=0.1)
 
 
-def test_the_second_call_of_a_step_answers_to_the_change() -> None:
-    """Heun's method corrects the sample by the change from the first call to the second."""
-    branches = outputs(1)[:1]
-    sample = torch.randn(IMAGES, SIZE)
-    after = sample - 0.02 * (branches[0][0] - branches[0][1])
-    (found, *_) = drifts(sample, after, branches, [1.0])
-    error = branches[0][1][0] - branches[0][0][0]
-    assert found == pytest.approx(float(0.02 * error.norm() / sample[0].norm()), rel=0.01)
-
-
 def test_what_is_only_read_does_not_count() -> None:
     """A picture to be edited goes through the model beside the sample; the output for it is not used."""
     branches = outputs(2)
@@ -149,39 +139,3 @@ def test_what_is_no_number_is_an_infinite_drift(number: float) -> None:
     found = drifts(sample, after, branches, [1.0])
     assert found[1] == math.inf
     assert all(0 < drift < 1 for drift in (found[0], found[2]))
-
-
-def test_a_sample_that_does_not_move_is_an_infinite_drift() -> None:
-    branches, sample = outputs(4), torch.randn(IMAGES, SIZE)
-    assert drifts(sample, sample, branches, [1.0]) == [math.inf] * IMAGES
-
-
-# ------------------------------------------------------------------------------------------------ rows
-
-
-def paired_rows(
-    samples: list[torch.Tensor], outputs: list[torch.Tensor], are_images: bool = False
-) -> tuple[Rows, Rows]:
-    one, other = in_common(samples, outputs), in_common(outputs, samples) or outputs
-    return as_rows(one, are_images), as_rows(other, are_images)
-
-
-def test_channels_that_are_only_read_or_tell_a_variance_are_left_out() -> None:
-    sample, output = torch.randn(2, 9, 8, 8), torch.randn(2, 4, 8, 8)
-    (samples,), (found,) = paired_rows([sample], [output])
-    assert torch.equal(samples, sample[:, :4].flatten(1))
-    assert torch.equal(found, output.flatten(1))
-    (samples,), (found,) = paired_rows([output], [sample])
-    assert torch.equal(found, sample[:, :4].flatten(1))
-
-
-def test_parts_are_paired_and_taken_as_one_image_each() -> None:
-    parts = [torch.randn(16, 1, 4, 4), torch.randn(16, 1, 8, 4)]
-    samples, found = paired_rows(parts, [2 * part for part in parts])
-    assert [rows.shape for rows in samples] == [(1, 256), (1, 512)]
-    assert all(torch.equal(2 * one, other) for one, other in zip(samples, found, strict=True))
-
-
-def test_a_sample_of_another_form_is_no_sample() -> None:
-    assert paired_rows([torch.randn(2, 4, 8, 8)], [torch.randn(2, 64, 4)])[0] == ()
-    assert paired_rows([], [torch.randn(2, 64, 4)])[0] == ()

@@ -5,15 +5,13 @@ Each of these was disturbed once: models that nobody here wrote do as they like.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from driving import COND, UNGUARDED, Block, Plain, at, case, differing, loop
+from driving import COND, UNGUARDED, Plain, at, case, differing, loop
 from strangers import VECTOR, WIDTH, Net, denoise, mask_of
 
-import zoo
 from pipelines import PIPELINES
 from samovar import attach
 from samovar.cache import make_cache_backend
@@ -91,64 +89,6 @@ def test_blocks_that_add_in_place_are_skipped_like_others(name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ what is observed
-
-
-@dataclass
-class Parts:
-    shift: torch.Tensor
-    scale: torch.Tensor
-
-
-class Modulation(torch.nn.Module):
-    """Returns a dataclass, as original FLUX does, or a tuple."""
-
-    in_dataclass = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = torch.nn.Linear(WIDTH, 2 * WIDTH)
-
-    def forward(self, vec: torch.Tensor) -> Any:
-        parts = self.lin(vec).chunk(2, dim=-1)
-        return Parts(*parts) if self.in_dataclass else parts
-
-
-class Modulated(Block):
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-        self.mod = Modulation()
-
-    def forward(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
-        mod = self.mod(temb)
-        shift, scale = (mod.shift, mod.scale) if isinstance(mod, Parts) else mod
-        return x + self.attn(self.norm(x) * (1 + scale) + shift)
-
-
-class Timed(Net):
-    def __init__(self) -> None:
-        super().__init__(blocks=Modulated)
-
-    def forward(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        h, vec = self.inp(x), self.time(t.reshape(1, 1) * 20) + y
-        for block in self.blocks:
-            h = block(h, vec)
-        return self.out(h)
-
-
-def test_a_modulation_in_a_dataclass_is_seen_like_one_in_a_tuple(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the time changes, which the blocks see through their modulation alone."""
-    found = []
-    for in_dataclass in (False, True):
-        monkeypatch.setattr(Modulation, "in_dataclass", in_dataclass)
-        model, sample = Timed(), zoo.noise(0, 1, 6, 8)
-        with attach(model, cache={"backend": "tea_cache", **UNGUARDED, "rel_l1_thresh": 0.05}) as attached:
-            for _ in range(2):
-                with torch.no_grad():
-                    for step in range(12):
-                        model(sample.clone(), torch.tensor(1 - step / 12), VECTOR)
-                found.append(mask_of(attached))
-    assert found[:2] == found[2:]
-    assert "#" in found[2][1:], "the change of time is noticed"
 
 
 class Scaling(Plain):

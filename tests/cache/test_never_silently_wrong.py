@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from driving import COND, UNCOND, Plain, case, differing, hook_on, loop, masks, recorded, second
+from driving import COND, UNCOND, Plain, case, differing, loop, masks, recorded, second
 
 import samovar
 from pipelines import PIPELINES
@@ -124,17 +124,6 @@ def test_a_run_after_one_that_was_given_up_is_as_if_it_had_been_alone(name: str)
                 flux.run(other, 12, seed=1, prompt="an owl", callback_on_step_end=give_up)
         results.append(flux.run(other, 12, seed=2, prompt="a cat"))
     assert torch.equal(*results)
-
-
-def test_runs_of_another_pipeline_keep_no_more_states_than_a_loop_of_ones_own() -> None:
-    pipe = flux.build(0)
-    on(pipe, "tea_cache")
-    hook, other = hook_on(pipe.transformer), other_of(pipe)
-    for seed in range(5):
-        flux.run(other, 8, seed=seed)
-        assert len(hook.state_manager.states()) == 2
-    flux.run(pipe, 8)
-    assert len(hook.state_manager.states()) == 2
 
 
 def test_requests_of_a_loop_of_ones_own_do_not_fill_the_memory() -> None:

@@ -16,7 +16,6 @@ from driving import (
     Plain,
     at,
     cached,
-    case,
     counted,
     differing,
     flux,
@@ -324,62 +323,6 @@ def test_adapters_that_change_are_never_stale(change: str, settings: dict[str, A
     assert torch.equal(found[4], exact[4])
     for one, other in zip(found, exact, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("settings", [{"rel_l1_thresh": 0.2}, {"schedule": "#......."}], ids=["signal", "schedule"])
-@pytest.mark.parametrize("is_changed", [True, False], ids=["other", "equal"])
-def test_a_large_tensor_that_is_replaced(is_changed: bool, settings: dict[str, Any]) -> None:
-    """Half of its channels change, which are not to be missed; or nothing does, and it is only another tensor."""
-    hint = zoo.cond("large", 1, 4096, 8)
-    other = hint.clone()
-    other[..., 1::2] *= -1 if is_changed else 1
-    model = Adapted()
-    hook = apply_teacache_hook(model, {**UNGUARDED, **settings})
-    with torch.no_grad(), call_context(branch="only"), stepped(model, 8) as loop:
-        for step in range(8):
-            given = {"scale": 1.0, "ip_hidden_states": [hint if step < 4 else other]}
-            loop.call(lambda given=given: model(*at(0), COND, given))  # type: ignore[misc]
-    assert hook.stats().branches["only"].mask == ("#...#..." if is_changed else "#.......")
-
-
-@torch.no_grad()
-def rerun(name: str, settings: dict[str, Any], change: Callable[[int, dict[str, Any]], None]) -> str:
-    """The mask of a zoo model that is given the same at every step, but for a change."""
-    model = case(name).build()
-    hook = apply_teacache_hook(model, {**UNGUARDED, "coefficients": [0, 0, 0, 1, 0], **settings})
-    with call_context(branch="only"), stepped(model, 8) as loop:
-        kept = case(name).inputs(0)
-        for step in range(8):
-            change(step, kept)
-            loop.call(lambda: model(**kept, return_dict=False))
-    return hook.stats().branches["only"].mask
-
-
-@pytest.mark.parametrize(
-    ("settings", "mask"),
-    [({"rel_l1_thresh": 0.25}, "#..#.#.#"), ({"schedule": "#.......", "rel_l1_thresh": 0.25}, "#..#.#.#")],
-    ids=["signal", "schedule"],
-)
-def test_control_that_fades_counts_like_the_signal(settings: dict[str, Any], mask: str) -> None:
-    """A tenth of it goes at each step; the changes add up until they count."""
-    name = "FluxTransformer2DModel-controlnet"
-    full = case(name).inputs(0)["controlnet_block_samples"]
-
-    def fade(step: int, given: dict[str, Any]) -> None:
-        given["controlnet_block_samples"] = [sample * (1 - step / 10) for sample in full]
-
-    assert rerun(name, settings, fade) == mask
-
-
-# ------------------------------------------------------------------------------------------------ memory
-
-
-def test_a_cache_that_is_taken_off_during_a_run_is_gone() -> None:
-    pipe = flux.build(0)
-    exact = flux.run(pipe, FEW)
-    backend = cached(pipe, rel_l1_thresh=0.3)
-    flux.run(pipe, FEW, callback_on_step_end=at_step(2, lambda _: backend.handle.detach()))
-    assert torch.equal(flux.run(pipe, FEW), exact)
 
 
 # ------------------------------------------------------------------------------------------------ offload by others

@@ -22,14 +22,6 @@ STATS = CacheStats("Model", "rel_l1_thresh=0.2", "what reaches blocks.0.attn", {
 EMPTY = CacheStats("Model", "rel_l1_thresh=0.2", "the first block")
 
 
-def test_a_model_adds_up_its_branches() -> None:
-    assert (STATS.computed, STATS.skipped) == (3, 3)
-    assert STATS.expected_speedup == pytest.approx(6 / (3 + 3 * 0.01))
-    assert (EMPTY.computed, EMPTY.skipped, EMPTY.expected_speedup) == (0, 0, 1.0)
-    only = CacheStats("Model", "", "", {"only": BranchStats((StepRecord(0, True, ""),))})
-    assert only.expected_speedup == 1.0
-
-
 def test_a_pipeline_adds_up_its_denoisers() -> None:
     stats = PipelineStats({"transformer": STATS, "transformer_2": STATS})
     assert (stats.computed, stats.skipped) == (6, 6)
@@ -41,43 +33,16 @@ def test_a_pipeline_adds_up_its_denoisers() -> None:
 
 
 def test_they_are_json() -> None:
-    written = json.dumps(PipelineStats({"transformer": STATS}).to_dict(), allow_nan=False)
-    assert json.loads(written) == {
-        "transformer": {
-            "model": "Model",
-            "settings": "rel_l1_thresh=0.2",
-            "signal": "what reaches blocks.0.attn",
-            "problem": None,
-            "covered": None,
-            "expected_speedup": 1.98,
-            "branches": {
-                "cond": {
-                    "computed": 2,
-                    "skipped": 2,
-                    "mask": "#..#",
-                    "steps": [
-                        {"step": 0, "computed": True, "reason": "first_steps", "distance": None, "accumulated": None},
-                        {"step": 1, "computed": False, "reason": "below the threshold", "distance": 0.05,
-                         "accumulated": 0.05},
-                        {"step": 2, "computed": False, "reason": "below the threshold", "distance": 0.06,
-                         "accumulated": 0.11},
-                        {"step": 3, "computed": True, "reason": "the threshold is reached", "distance": 0.15,
-                         "accumulated": 0.26},
-                    ],
-                },
-                "uncond": {
-                    "computed": 1,
-                    "skipped": 1,
-                    "mask": "#.",
-                    "steps": [
-                        {"step": 0, "computed": True, "reason": "first_steps", "distance": None, "accumulated": None},
-                        {"step": 1, "computed": False, "reason": "below the threshold", "distance": 0.05,
-                         "accumulated": 0.05},
-                    ],
-                },
-            },
-        }
+    found = json.loads(json.dumps(PipelineStats({"transformer": STATS}).to_dict(), allow_nan=False))["transformer"]
+    branches = found.pop("branches")
+    assert found == {
+        "model": "Model", "settings": "rel_l1_thresh=0.2", "signal": "what reaches blocks.0.attn", "problem": None,
+        "covered": None, "expected_speedup": 1.98,
     }  # fmt: skip
+    first, second = branches["uncond"].pop("steps")
+    assert branches["uncond"] == {"computed": 1, "skipped": 1, "mask": "#."}
+    assert first == {"step": 0, "computed": True, "reason": "first_steps", "distance": None, "accumulated": None}
+    assert (second["distance"], second["accumulated"]) == (0.05, 0.05)
 
 
 def test_reasons_of_branches_that_are_alike_are_said_once() -> None:
@@ -106,9 +71,3 @@ def test_the_summary_lines_up() -> None:
         "  expected speed-up of the denoiser: 1.98x",
     ]
     assert str(EMPTY).splitlines() == ["Model: rel_l1_thresh=0.2", "  judged by the first block"]
-
-
-def test_the_summary_says_what_is_wrong() -> None:
-    stats = CacheStats("Model", "", "", {"only": BranchStats(())}, problem="the blocks are never the same")
-    assert "  nothing is skipped: the blocks are never the same" in str(stats).splitlines()
-    assert stats.to_dict()["problem"] == "the blocks are never the same"

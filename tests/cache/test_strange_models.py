@@ -87,17 +87,6 @@ def test_trials_leave_a_models_state_alone(kind: str) -> None:
     assert differing(run(cached=True), run(cached=False)) == []
 
 
-def test_a_trial_does_not_find_its_way_back_through_a_closure() -> None:
-    model, calls = Plain(), []
-    embed = model.embed_c
-    model.embed_again = lambda c: embed(c)
-    model.embed = types.MethodType(lambda self, t, c: (self.embed_t(t[:, None]) + self.embed_again(c))[:, None], model)
-    embed.register_forward_hook(lambda *_: calls.append(1))
-    apply_teacache_hook(model, NEVER)
-    loop(model)
-    assert len(calls) == 12
-
-
 @pytest.mark.parametrize("change", ["attribute", "buffer", "forward"])
 def test_a_part_without_weights_may_change_at_any_time(change: str) -> None:
     class Rope(torch.nn.Module):
@@ -205,16 +194,6 @@ def test_arguments_of_any_kind_are_taken_as_the_bare_model_takes_them(kind: str)
     assert before is None or all(vars(extra)[name] is value for name, value in before.items()), "nothing is replaced"
 
 
-def test_another_object_among_the_arguments_ends_a_history() -> None:
-    model = Extended()
-    hook = apply_teacache_hook(model, ALWAYS)
-    one, other = object(), object()
-    with torch.no_grad(), call_context(branch="only"):
-        for step in range(8):
-            model(*at(step), COND, one if step < 4 else other)
-    assert mask(hook) == "#...#..."
-
-
 def test_times_of_numpy_are_times() -> None:
     model = Plain()
     model.embed = types.MethodType(  # type: ignore[method-assign]
@@ -239,28 +218,6 @@ def test_of_the_times_of_tokens_the_largest_counts() -> None:
         for step in range(6):
             model(at(step)[0], torch.tensor([[0.0, 1 - step / 6]]), COND)
     assert mask(hook) == "#....."
-
-
-def test_a_list_that_blocks_fill_for_the_caller_is_always_filled() -> None:
-    class Telling(Extended):
-        def forward(self, hidden_states: Any, timestep: Any, encoder_hidden_states: Any, extra: Any) -> torch.Tensor:
-            self.features = extra
-            return super().forward(hidden_states, timestep, encoder_hidden_states, extra)
-
-        def run(self, x: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = block(x, temb)
-                self.features.append(x)
-            return x
-
-    model = Telling()
-    hook = apply_teacache_hook(model, ALWAYS)
-    with torch.no_grad(), call_context(branch="only"):
-        for step in range(4):
-            features: list[torch.Tensor] = []
-            model(*at(step), COND, features)
-            assert len(features) == 3
-    assert "writes into its inputs" in (hook.stats().problem or "")
 
 
 # ------------------------------------------------------------------------------------------------ between blocks

@@ -115,28 +115,6 @@ def test_guards_on_a_pipeline(name: str) -> None:
     assert masks(backend.stats()) == [mask]
 
 
-def test_a_run_that_starts_half_way_counts_its_own_steps() -> None:
-    """As an image-to-image pipeline does: the scheduler has all timesteps, and begins at one of them."""
-    model = Plain()
-    hook = apply_teacache_hook(model, {**SKIPPING, "last_steps": 1, "min_steps": 5})
-
-    class Pipe:
-        def __init__(self, begin: int) -> None:
-            self.scheduler = _scheduler(begin)
-            self._num_timesteps = 12 - begin
-
-    def run(begin: int) -> str:
-        pipe = Pipe(begin)
-        with running(pipe), call_context(branch="only"), torch.no_grad():
-            for step in range(begin, 12):
-                model(*at(step), COND)
-                pipe.scheduler._step_index = step + 1
-        return all_masks(hook)["only"]
-
-    assert run(4) == "#......#"
-    assert run(8) == "####", "four steps are fewer than five"
-
-
 def _scheduler(begin: int) -> Any:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -222,20 +200,6 @@ def test_a_schedule_waits_for_nothing(measured: list[Any], how: dict[str, str]) 
         assert counts == bare, "from the first step on, once the model is known"
     assert measured == []
     assert masks(backend.stats()) == ["##.#."] * 2
-
-
-def test_a_decision_waits_once(measured: list[Any]) -> None:
-    pipe = flux.build(0)
-    with reads(pipe) as bare:
-        flux.run(pipe, steps=5)
-    cached(pipe, rel_l1_thresh=0.2)
-    flux.run(pipe, steps=5)
-    measured.clear()
-    with reads(pipe) as counts:
-        flux.run(pipe, steps=5)
-    assert len(measured) == 4
-    # `tolist` of a tensor on the host, which is how a decision is read, is not seen here.
-    assert counts[2:] == bare[2:]
 
 
 # ------------------------------------------------------------------------------------------------ branches and requests
@@ -449,15 +413,6 @@ def test_a_second_cache_and_a_wrong_place_are_refused() -> None:
     with pytest.raises(HookConflictError, match="'mine' does so already"):
         apply_teacache_hook(model)
     assert [(type(module), set(vars(module))) for module in model.modules()] == before
-
-
-def test_statistics_outlive_the_cache() -> None:
-    model = Plain()
-    hook = apply_teacache_hook(model, SKIPPING)
-    loop(model)
-    before = hook.stats().branches
-    hook.detach()
-    assert hook.stats().branches == before
 
 
 def test_a_step_whose_gradients_are_wanted_is_computed() -> None:

@@ -18,7 +18,7 @@ from .clock import Step
 from .config import AutoConfig
 from .error_control import USUAL_STEPS, ErrorControl
 from .forecast_error import Rows, as_rows, in_common, worst_drifts
-from .history import NOTHING_STORED, TeaCacheState, numbers_in
+from .history import NOTHING_STORED, TeaCacheState
 from .signal import Agree, measure
 from .stats import WITHIN, StepRecord
 from .whole import Plan, WholeModel, WholeSteps
@@ -111,7 +111,7 @@ class AutoSteps(WholeSteps):
         This waits for the device at most once."""
         run, control, step = call.run, call.run.control, call.step
         newest = max(call.state.outputs, default=None)
-        known = [] if newest is None else numbers_in(call.state.outputs[newest].value)
+        known = [] if newest is None else call.state.outputs[newest].numbers
         samples = self._samples(call, known)
         run.path.move(as_rows(in_common(samples, known or samples), call.inputs.lists_samples))
         control.drift, jump, ratio = None, None, run.path.ratio
@@ -133,7 +133,7 @@ class AutoSteps(WholeSteps):
         indices, lists = [step.index for step in control.computed], call.inputs.lists_samples
 
         def rows_of(state: TeaCacheState, index: int) -> Rows:
-            tensors = numbers_in(state.outputs[index].value)
+            tensors = state.outputs[index].numbers
             return as_rows(in_common(tensors, samples) or tensors, lists)
 
         known = [of for of in call.run.branches.values() if all(index in of.outputs for index in indices)]

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ..core.errors import SettingError
 from ..core.settings import (
@@ -202,6 +202,8 @@ class AutoConfig(Settings, param="cache"):
         'How far the skipped steps of a gap may take the sample off its way, relative to its size: "exact" (0, '
         'computes every step), "high" (0.02), "fast" (0.06), or a number.',
     )
+
+    scheduled_steps: ClassVar[None] = None
 
     @property
     def number(self) -> float:

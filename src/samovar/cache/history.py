@@ -24,12 +24,15 @@ CHANGED_CONDITIONING = "conditioning changed"
 CHANGED_INPUT = "another input changed"
 
 
-class Output(NamedTuple):
+class Output:
     """What a computed step returned."""
 
-    place: float
-    value: Any
-    """With copies of its tensors, which their owner may change."""
+    def __init__(self, place: float, value: Any) -> None:
+        """`value`: with copies of its tensors, which their owner may change."""
+        self.place, self.value = place, value
+        self.tensors = list(nested.tensors(value))
+        self.numbers = [tensor for tensor in self.tensors if tensor.is_floating_point() and tensor.dim()]
+        """The tensors that can be forecast."""
 
 
 class _Residual(NamedTuple):
@@ -107,14 +110,9 @@ class TeaCacheState(BaseState):
         steps = [step for step in sorted(weights, reverse=True) if weights[step]]
         if not steps or not all(step in self.outputs for step in steps):
             return None
-        values = [self.outputs[step].value for step in steps]
-        parts = zip(*map(nested.tensors, values), strict=True)
-        return nested.map_tensors(lambda _: _sum(next(parts), [weights[step] for step in steps]), values[0])
-
-
-def numbers_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of an output that can be forecast."""
-    return [tensor for tensor in nested.tensors(value) if tensor.is_floating_point() and tensor.dim()]
+        known, factors = [self.outputs[step] for step in steps], [weights[step] for step in steps]
+        parts = zip(*(output.tensors for output in known), strict=True)
+        return nested.map_tensors(lambda _: _sum(next(parts), factors), known[0].value)
 
 
 def _sum(tensors: Iterable[torch.Tensor], weights: list[float]) -> torch.Tensor:

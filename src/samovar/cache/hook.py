@@ -26,11 +26,10 @@ from .extractors import Extractor, extractor_for, skippable
 from .history import TeaCacheState
 from .inputs import Inputs
 from .model import About
-from .schedule import ScheduledSteps
 from .signal import Agree, coefficients_for, rescaling
 from .stats import BranchStats, CacheStats, StepRecord
 from .threshold import BlockSteps
-from .whole import WholeModel
+from .whole import ScheduledSteps, WholeModel
 
 HOOK_NAME = "teacache"
 BRANCH_HOOK_NAME = "branches"
@@ -126,7 +125,7 @@ class TeaCacheHook(ModelHook, Handle):
         """Begin a run with this number of steps, in your own loop. A hooked pipeline does that itself."""
         if num_inference_steps is not None:
             read_as(count(1), num_inference_steps, "num_inference_steps")
-        scheduled = self._schedule_length
+        scheduled = self.config.scheduled_steps
         if scheduled is not None and num_inference_steps not in (None, scheduled):
             raise SettingError(
                 f"The schedule is for {scheduled} steps, not for {num_inference_steps}. Give one of the right length.",
@@ -134,10 +133,6 @@ class TeaCacheHook(ModelHook, Handle):
             )
         self._announced = num_inference_steps
         self.reset_state(module)
-
-    @property
-    def _schedule_length(self) -> int | None:
-        return self.config.scheduled_steps if isinstance(self.config, TeaCacheConfig) else None
 
     def end_run(self, module: torch.nn.Module, request: Hashable) -> None:
         """Forget a run that has ended. Its stats stay."""
@@ -204,8 +199,7 @@ class TeaCacheHook(ModelHook, Handle):
         return run
 
     def _new_run(self, request: Hashable) -> CachedRun:
-        waits = not isinstance(self.config, TeaCacheConfig) or self.config.schedule is None
-        run = self._runs[request] = CachedRun(Clock(self._announced, waits))
+        run = self._runs[request] = CachedRun(Clock(self._announced, waits=self.config.scheduled_steps is None))
         self._runs.move_to_end(request)
         if len(self._runs) > _MAX_RUNS:  # Some pipelines never end their runs.
             self.state_manager.drop(self._runs.popitem(last=False)[0])
@@ -225,7 +219,7 @@ class TeaCacheHook(ModelHook, Handle):
         return CacheStats(
             self._model_name,
             config.summary(),
-            f"{about.signal}{self._judged_by}" if self._schedule_length is None else "a saved schedule",
+            f"{about.signal}{self._judged_by}" if config.scheduled_steps is None else "a saved schedule",
             {name: BranchStats(tuple(steps)) for name, steps in records.items()},
             about.problem or self.branches.trouble(),
             about.coverage,

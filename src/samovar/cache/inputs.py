@@ -40,11 +40,12 @@ class Inputs:
         """What must stay the same, by path."""
         self.residuals: list[torch.Tensor] = []
         """Tensors that may change, and are neither sample nor time."""
-        self._names, self._roles = names, roles
+        self._learned, self._names = roles, names
         self._leaves = leaves_of(names, args, kwargs)
         self.tensors = [leaf for leaf in self._leaves.values() if isinstance(leaf, torch.Tensor)]
+        self._roles = roles.of_each(self._leaves)
         for path, leaf in self._leaves.items():
-            role, is_tensor = roles.of(path), isinstance(leaf, torch.Tensor)
+            role, is_tensor = self._roles[path], isinstance(leaf, torch.Tensor)
             if role == "time":
                 self.time = _as_time(leaf) if self.time is None else self.time
             elif is_tensor and role == "sample":
@@ -60,7 +61,7 @@ class Inputs:
         """Equal for two calls that do the same with their blocks."""
         kind = self.device.type
         casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        form = ((path, nested.signature(leaf)) for path, leaf in self._leaves.items() if self._roles.of(path) != "time")
+        form = [(path, nested.signature(leaf)) for path, leaf in self._leaves.items() if self._roles[path] != "time"]
         return torch.get_autocast_dtype(kind) if casts else None, *form
 
     @functools.cached_property
@@ -71,7 +72,7 @@ class Inputs:
     def copied(self) -> Inputs:
         """The same with tensors and containers that nobody else writes into."""
         args, kwargs = nested.map_tensors(torch.clone, (self.args, self.kwargs))
-        return Inputs(args, kwargs, self._names, self._roles)
+        return Inputs(args, kwargs, self._names, self._learned)
 
     def at_another_step(self, output: Any, with_time: bool = True) -> tuple[Any, Any]:
         """Arguments with another sample, and at another time. Where no argument is known to be the sample, it is what

@@ -17,11 +17,15 @@ from ..arch import find_anatomy
 from ..core import nested
 from ..core.errors import ModelError
 from ..core.interop import COMPILED_CALL, FORWARD_WRAPPERS
-from .call import Call, Steps
-from .history import Output, numbers_in
+from .call import NEVER, Call, Steps
+from .config import TeaCacheConfig
+from .error_control import polynomial
+from .history import Output
 from .inputs import Inputs
 from .model import CachedModel, keep_latest, side_effect
+from .signal import Agree
 from .stats import StepRecord
+from .threshold import judge
 
 NOT_STORED = "a step that its forecast needs is not stored"
 _WRITES = "it writes into its inputs"
@@ -160,13 +164,45 @@ class WholeSteps(Steps):
         """The output of a computed step, which is stored beside those that are needed."""
         state, step = call.state, call.step
         output, copy = self.model.compute(call)
-        if copy is None or call.is_again or not numbers_in(copy):
+        found = Output(step.place, copy)
+        if call.is_again or not found.numbers:
             state.reset()
         else:
             known = next(iter(state.outputs.values()), None)
             if known is not None and nested.signature(known.value) != nested.signature(copy):
                 state.reset()
             stored = {index: state.outputs[index] for index in self._needed(call) if index in state.outputs}
-            state.outputs = {**stored, step.index: Output(step.place, copy)}
+            state.outputs = {**stored, step.index: found}
         state.note_computed(call.inputs, call.generation)
         return output
+
+
+class ScheduledSteps(WholeSteps):
+    """Takes the steps of a saved schedule of outputs."""
+
+    def __init__(self, config: TeaCacheConfig, model: WholeModel, agree: Agree | None) -> None:
+        super().__init__(model, agree, config.rel_l1_thresh)
+        self._config = config
+
+    def _never(self, call: Call) -> str | None:
+        reason = judge(self._config, call.step, 0, call.branch).reason
+        return reason if reason in NEVER else None
+
+    def _plan(self, call: Call, obstacle: str | None) -> Plan:
+        verdict = judge(self._config, call.step, 0, call.branch)
+        is_skipped = verdict.action == "skip"
+        return Plan(verdict.reason, is_skipped, self._weights(call) if is_skipped and obstacle is None else {})
+
+    def _weights(self, call: Call) -> Mapping[int, float]:
+        if self._config.forecast == "fitted":
+            return self._config.rows_for(call.branch).get(call.step.index, {})
+        outputs = call.state.outputs
+        known = sorted(outputs, reverse=True)[: 1 + (self._config.forecast == "linear")]
+        weights = polynomial([outputs[index].place for index in known], call.step.place)
+        return dict(zip(known, weights, strict=True))
+
+    def _needed(self, call: Call) -> Collection[int]:
+        if self._config.forecast != "fitted":
+            return sorted(call.state.outputs)[-1:]
+        rows = self._config.rows_for(call.branch).items()
+        return {old for step, row in rows for old in row if step > call.step.index}

@@ -78,7 +78,7 @@ class _Branch:
             roles.learn_step(leaves, self.moved(leaves, leaves))
         if place is not None:
             self._direction, self._place = self.turn(place) or self._direction, place
-        self._step, self._values = current_step(), {}
+        self._step, self._values = None if self.is_named else current_step(), {}
         for path, value in () if is_learned and self.is_named else leaves.items():
             known = before.get(path)
             if known is None or not known.is_same(value, looks=False):

@@ -109,10 +109,6 @@ class StateManager(Generic[State]):
         """Forget one request, which is finished or was cancelled."""
         self._forget([key for key in list(self._states) if key.request == request])
 
-    def drop_branch(self, context: CallContext) -> None:
-        """Forget one branch of one request."""
-        self._forget([context] if context in self._states else [])
-
     def reset(self) -> None:
         """Reset and forget all states, and the branch that was set."""
         self._named = threading.local()

@@ -89,9 +89,13 @@ class Roles:
         """The role of the argument, or of the part of an argument, at a dotted path."""
         return self._learned.get(path) or role_by_name(path)
 
+    def of_each(self, paths: Iterable[str]) -> dict[str, Role]:
+        """The roles of several."""
+        return {path: self._learned.get(path) or role_by_name(path) for path in paths}
+
     def paths(self, leaves: Iterable[str], role: Role) -> list[str]:
         """Those of one role."""
-        return [path for path in leaves if self.of(path) == role]
+        return [path for path, own in self.of_each(leaves).items() if own == role]
 
     def are_learned(self, leaves: Leaves) -> bool:
         """Whether all roles have been seen."""

@@ -71,8 +71,8 @@ class Run:
 
     def position(self) -> Position | None:
         """Where the run is, if its scheduler counts steps. This waits for a device once a loop."""
-        scheduler, timesteps = getattr(self.pipeline, "scheduler", None), self.loop()
-        step = scheduler_step(scheduler)
+        scheduler = getattr(self._pipeline(), "scheduler", None)
+        timesteps, step = getattr(scheduler, "timesteps", None), scheduler_step(scheduler)
         if timesteps is None or step is None:
             return None
         if timesteps is not self._timesteps:  # Read once a loop: schedulers may keep sigmas on a device.
@@ -85,11 +85,11 @@ class Run:
 
     def loop(self) -> Any:
         """The timesteps of the loop that is running: another object for each loop of a run."""
-        return getattr(getattr(self.pipeline, "scheduler", None), "timesteps", None)
+        return getattr(getattr(self._pipeline(), "scheduler", None), "timesteps", None)
 
     def total(self) -> int | None:
         """How many steps the run takes, if the pipeline or its scheduler says so."""
-        steps, timesteps = pipeline_steps(self.pipeline), self.loop()
+        steps, timesteps = pipeline_steps(self._pipeline()), self.loop()
         return len(timesteps) if steps is None and timesteps is not None else steps
 
 

@@ -35,9 +35,9 @@ class Snapshot:
     def is_same(self, value: Any, *, looks: bool = True) -> bool:
         """Whether a value is this one. Unless it `looks` into tensors, which may wait for the device, it is the object
         that counts."""
-        held = self.value
+        held = self._value() if isinstance(self._value, weakref.ref) else self._value
         if not isinstance(value, torch.Tensor) or not isinstance(held, torch.Tensor):
-            return nested.equal(held, value)
+            return (held is value and isinstance(held, (bool, int, str, type(None)))) or nested.equal(held, value)
         is_kept = nested.version(held) == self._version
         if held is value and (self._some is None or not looks):
             return is_kept

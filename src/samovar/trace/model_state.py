@@ -26,6 +26,8 @@ from ..hooks.intercept import bare_class
 _version, _dtype, _forward = attrgetter("_version"), attrgetter("dtype"), attrgetter("forward")
 _call: Any = operator.call
 _MOVED = "weights lie elsewhere or in another form"
+_nothing = type(None)
+"""Stands for the weak reference to a parameter that a module does not have."""
 _own_hooks: weakref.WeakSet[Any] = weakref.WeakSet()
 MAX_STATES = 16
 """States of a model that are remembered, so that one that comes back is known."""
@@ -142,10 +144,6 @@ class Generation:
             known = (number for number, state in self._states.items() if state.holds())
             self._number = next(known, 0) or self._add()
         return self._number
-
-
-def _nothing() -> None:
-    """Stands for the weak reference to a parameter that a module does not have."""
 
 
 def _count(hooks: Mapping[int, Any]) -> int:
