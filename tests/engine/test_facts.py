@@ -61,7 +61,6 @@ def test_defaults_are_used_and_what_is_ours_is_not_passed_on() -> None:
     ("facts", "request_", "message"),
     [
         (TEXT, ask(height=18), "^height must be a multiple of 16 for this model, not 18: try 16 or 32.$"),
-        (TEXT, ask(width=2), "^width must be a multiple of 16 for this model, not 2: try 16.$"),
         (TEXT, ask(true_cfg_scale=2.0), "TextPipeline does not take true_cfg_scale"),
         (TEXT, ask(num_frames=9), "TextPipeline makes images of its own length, and takes no num_frames"),
         (TEXT, ask(options={"num_inference_step": 2}), "Did you mean 'num_inference_steps'"),
@@ -73,19 +72,16 @@ def test_defaults_are_used_and_what_is_ours_is_not_passed_on() -> None:
             "height must be a whole number, not '2'",
         ),
         (TEXT, ask(how={"tolerance": 0.1}), "Choose cache='auto'"),
-        (TEXT, ask(how={"lora": "ink"}), "'ink' is not a registered adapter. None is registered: see the setting lora"),
         (replace(TEXT, adapters=("pixel",)), ask(how={"lora": "pixle"}), "Did you mean 'pixel'"),
         (replace(TEXT, takes=TAKES - {"prompt"}), ask(), "takes no prompt. Leave it empty"),
         (TEXT, ask(IMAGE), r"^TextPipeline takes no image\. .* To start from one, .* such as task='img2img'\.$"),
         (TEXT, ask(how={"inputs": {"mask": MASK}}), r"TextPipeline takes no mask\. It starts from text alone"),
         (EDIT, ask(how={"inputs": {"mask": MASK}}), r"EditPipeline takes no mask\. It takes image"),
-        (EDIT, ask(how={"inputs": {"image": FILM}}), "image must be an image, not a video"),
         (PAINT, ask(), "PaintPipeline needs image. Give it by its name"),
         (PAINT, ask(IMAGE.convert("RGB")), "needs a mask, or an image with an alpha channel"),
         (PAINT, ask(IMAGE, {"inputs": {"mask": MASK.resize((45, 45))}}), "The mask is 45x45 and the image 70x45"),
         (PAINT, ask(IMAGE, {"inputs": {"mask": MASK, "mask_image": MASK}}), "mask and mask_image are the same input"),
         (VIDEO, ask(width=520), "^width must be at most 512 for this model, not 520.$"),
-        (VIDEO, ask(num_frames=257), "^This model makes at most 253 frames, not 257. Ask for fewer.$"),
         (VIDEO, ask(seconds=30.0), "^This model makes at most 253 frames, not 361. Ask for fewer.$"),
     ],
 )
@@ -152,38 +148,27 @@ def test_inputs_arrive_as_the_pipeline_takes_them() -> None:
     assert called(EDIT, ask(turned, width=32, height=32))["image"].size == (16, 24), "upright"
 
 
-@pytest.mark.parametrize(
-    ("takes", "given", "message"),
-    [
-        ("video", {"video": IMAGE}, "video must be a video, not an image"),
-        ("video", {"video": SOUND}, "video must be a video, not a sound"),
-        ("video", {"video": "film.mp4"}, r"video must be a video, not 'film.mp4'; .*read_video\(file"),
-        ("audio", {"audio": [IMAGE]}, "audio must be a sound, not an image"),
-        ("control_image", {"image": IMAGE, "control_image": IMAGE}, "image and control_image are the same input"),
-    ],
-)
-def test_inputs_of_another_kind_are_refused(takes: str, given: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        Inputs((takes,)).prepared(given, "P", None)
-
-
-def test_an_image_that_is_cut_off_is_refused() -> None:
+def test_inputs_of_another_kind_or_that_are_cut_off_are_refused() -> None:
     file = io.BytesIO()
     Image.effect_noise((64, 64), 50).save(file, "PNG")
     cut = Image.open(io.BytesIO(file.getvalue()[: len(file.getvalue()) // 2]))
-    with pytest.raises(SettingError, match=r"The image cannot be read: .*\. Is the file complete\?"):
-        EDIT.check(ask(cut))
+    for takes, value, message in (
+        ("image", FILM, "image must be an image, not a video"),
+        ("video", SOUND, "video must be a video, not a sound"),
+        ("video", "film.mp4", r"video must be a video, not 'film.mp4'; .*read_video\(file"),
+        ("audio", [IMAGE], "audio must be a sound, not an image"),
+        ("image", cut, r"The image cannot be read: .*\. Is the file complete\?"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            Inputs((takes,)).prepared({takes: value}, "P", None)
 
 
 @pytest.mark.parametrize(
     ("name", "takes", "needs"),
     [
-        ("FluxPipeline", {"ip_adapter_image", "negative_ip_adapter_image"}, set()),
         ("FluxControlNetPipeline", {"control_image"}, set()),  # Its own checks ask for it.
         ("WanImageToVideoPipeline", {"image", "last_image"}, {"image"}),
-        ("WanVACEPipeline", {"video", "mask", "reference_images"}, set()),
         ("WanAnimatePipeline", {"image", "pose_video", "face_video"}, {"image", "pose_video", "face_video"}),
-        ("StableAudioPipeline", {"initial_audio_waveforms"}, set()),
         ("Cosmos2_5_TransferPipeline", {"controls"}, {"controls"}),
     ],
 )
@@ -224,12 +209,10 @@ def test_facts_are_read_off_a_pipeline() -> None:
     ("config", "extra", "multiple"),
     [
         ({"patch_size": 2}, {}, 16),  # SD3
-        ({"patch_size": 1}, {}, 8),  # Sana
         ({"patch_size": (1, 2, 2)}, {}, 16),  # video models
         ({"patch_size": 1}, {"_pack_latents": None}, 16),  # FLUX
         ({}, {"_patchify_latents": None}, 16),  # FLUX.2
         ({"patch_size": 1, "in_channels": 64}, {"vae": SimpleNamespace(config={"z_dim": 16})}, 16),  # in its blocks
-        ({}, {}, 16),
     ],
 )
 def test_sizes_are_multiples_of_a_token(config: dict[str, Any], extra: dict[str, Any], multiple: int) -> None:

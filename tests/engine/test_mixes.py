@@ -131,5 +131,5 @@ def test_in_any_mix_each_gets_what_it_gets_alone(workers: tuple[Worker, Worker],
     }
     meeting_of = meeting._meeting
     assert meeting_of is not None
-    assert not any((meeting_of._open, meeting_of._ready, meeting_of._calls, meeting_of._holder))
+    assert not any((meeting_of._open, meeting_of._waiting, meeting_of._holder))
     assert meeting_of.num_merged

@@ -22,14 +22,9 @@ from samovar.engine.request import Adapter, read_defaults
     [
         ("num_inference_steps", 0, "=0; expected a whole number from 1 to"),
         ("num_inference_steps", 2.5, "=2.5; expected a whole number"),
-        ("num_inference_steps", True, "=True; expected a whole number"),
-        ("seed", -1, "=-1; expected a whole number from 0"),
         ("seed", 2**64, "expected a whole number from 0 to 18446744073709551615"),
         pytest.param("seed", -(10**5000), "=a number of 16610 bits; expected", id="no digits"),
         ("true_cfg_scale", float("nan"), "=nan; expected a number, 0 or more"),
-        ("guidance_scale", float("inf"), "=inf; expected a number, 0 or more"),
-        ("guidance_scale", 10**400, "=a number of 1329 bits; expected"),
-        ("negative_prompt", 3, "=3; expected text"),
         ("strength", 1.5, "=1.5; expected a number from 0 to 1"),
         ("options", [1], "expected arguments of the pipeline by name"),
         ("extra_args", 3, "expected arguments of the pipeline by name"),
@@ -84,8 +79,6 @@ def test_the_last_of_several_seeds_is_still_a_seed() -> None:
         ("{", "is not valid JSON"),
         ("[1]", "must hold a JSON object, not list"),
         ('{"hight": 8}', "Did you mean 'height'"),
-        ('{"height": "tall"}', "height='tall'; expected a whole number"),
-        ('{"num_inference_steps": 1e400}', "expected a whole number"),
         ("[" * 100_000, "is not valid JSON: it is nested too deeply"),
     ],
 )
@@ -99,22 +92,16 @@ def test_broken_defaults_are_refused(tmp_path: Path, content: str, message: str)
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"prompt": 3}, "prompt=3; expected text"),
         ({"params": {"seed": 1}}, "expected OmniDiffusionSamplingParams"),
-        ({"num_previews": -1}, "num_previews=-1; expected a whole number, 0 or more"),
         ({"image": "cat.png"}, r"image='cat.png'; expected a PIL image, or a list of them, as .*read_image"),
         ({"image": [[None], []]}, "expected a PIL image"),
-        ({"exact": 1}, "exact=1; expected True or False"),
         ({"tolerance": "fats"}, r"tolerance='fats'.*'fast'"),
-        ({"priority": "high"}, "priority='high'; expected a whole number"),
         ({"deadline_s": 0}, "deadline_s=0; expected a number above 0"),
         ({"lora": ["pixel", "pixel"]}, "'pixel' is given twice"),
         ({"lora": 7}, "lora=7; expected the name of an adapter"),
-        ({"lora": {"scale": 1.0}}, "expected the name of an adapter"),
         ({"lora": {"name": "pixel", "path": "x"}}, "'path' is not a part of an adapter in lora"),
         ({"lora": {"name": "pixel", "scale": "1"}}, "the scale of 'pixel' must be a number, not '1'"),
         ({"lora": {"name": "pixel", "scale": float("nan")}}, "must be a number, not nan"),
-        ({"lora": {"name": "pixel", "scale": True}}, "must be a number, not True"),
     ],
 )
 def test_a_request_is_checked_as_far_as_it_can_be_without_a_model(wrong: dict[str, Any], message: str) -> None:

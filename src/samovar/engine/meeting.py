@@ -31,11 +31,12 @@ from ..hooks import Handle, HookOrder, ModelHook, install_hook, is_watched
 from ..hooks.roles import parameter_names
 from ..trace.model_state import Generation
 from .calling import random_state, set_random_state
-from .merging import Forward, Given, KeptState, Rows, are_independent, merged
+from .merging import NO_ROWS, Forward, Given, KeptState, Rows, are_independent, merged
 
 HOOK_NAME = "meeting"
 DENOISER, ENCODER = "denoiser", "encoder"
-NO_ROWS = Rows(((), {}), lambda args, kwargs: None)
+GO_ON = ""
+"""The role of a run that needs nothing but its turn."""
 MAX_FORMS = 256
 CHANGES_PER_WAIT = 8.0
 """A run waits for another phase this many times as long as a change of phase takes, while there is work in this one."""
@@ -53,10 +54,9 @@ class Member:
     adapters: Hashable
     """What the model must have switched on."""
     is_cancelled: Callable[[], bool]
-    number: int
-    turn: threading.Event = field(default_factory=threading.Event)
-    random_state: list[torch.Tensor] = field(default_factory=list)
+    random_state: list[torch.Tensor]
     """Of torch's own generators, while another run has its turn."""
+    turn: threading.Event = field(default_factory=threading.Event)
     has_begun: bool = False
     held_bytes: int = 0
     """What it keeps on the device while it waits, once it has come to the denoiser."""
@@ -64,7 +64,7 @@ class Member:
 
 @dataclass(eq=False)
 class Call:
-    """A run that waits at a module of some role."""
+    """A run that waits: to go on, or at a module of some role."""
 
     member: Member
     role: str
@@ -120,14 +120,13 @@ class Meeting(Handle):
         """`doors`: denoisers, and, where to change between phases takes time, what is called in the others.
         `room_bytes`: device memory for runs beyond those whose steps are computed at once, if that is limited."""
         super().__init__()
-        self.num_merged = self.num_calls = self.num_changes = 0
-        """Calls that were computed together with others, all of them, and changes of phase."""
+        self.num_merged = self.num_changes = 0
+        """Calls that were computed together with others, and changes of phase."""
         self._max_batch, self._switch, self._room_bytes = max_batch, switch, room_bytes
         self._lock = threading.Lock()
         self._holder: Member | None = None
         self._open: list[Member] = []
-        self._ready: list[Member] = []
-        self._calls: list[Call] = []
+        self._waiting: list[Call] = []
         self._numbers = itertools.count()
         self._role, self._change_s, self._changed_at = "", 0.0, 0.0
         self._random_state: list[torch.Tensor] = []
@@ -157,18 +156,15 @@ class Meeting(Handle):
         deadline: float = math.inf,
     ) -> Iterator[None]:
         """A run, inside of which no other one runs but while this one waits."""
-        member = Member(priority, deadline, adapters, is_cancelled, next(self._numbers))
         with self._lock:
             if not self._open:
                 self._random_state = random_state()
-            member.random_state = self._random_state  # Each begins with it, and leaves it behind.
+            # Each begins with it, and leaves it behind.
+            member = Member(priority, deadline, adapters, is_cancelled, self._random_state)
             self._open.append(member)
-            self._ready.append(member)
-            if self._holder is None:
-                self._pass_on()
         token = _member.set(member)
         try:
-            self._take_turn(member)
+            self._wait(member, GO_ON)
             yield
         finally:
             _member.reset(token)
@@ -177,47 +173,46 @@ class Meeting(Handle):
                 if self._holder in (None, member):
                     self._pass_on()
 
-    def _take_turn(self, member: Member) -> None:
-        """Wait for it, and make everything what it was when the run passed it on."""
+    def _wait(self, member: Member, role: str, rows: Rows = NO_ROWS) -> Call:
+        """Let others run until it is this run's turn; raises why there is none. All is then what it was before."""
+        call = Call(member, role, next(self._numbers), time.monotonic(), rows)
+        if self._holder is member:
+            member.random_state = random_state()
+        with self._lock:
+            self._waiting.append(call)
+            if self._holder in (None, member):
+                self._pass_on()
         try:
             member.turn.wait()
         except BaseException:  # An interrupt.
             with self._lock:
-                self._ready = [each for each in self._ready if each is not member]
-                self._calls = [each for each in self._calls if each.member is not member]
+                self._waiting = [each for each in self._waiting if each is not call]
             raise
         member.turn.clear()
         self._switch(member.adapters)
         set_random_state(member.random_state)
-
-    def _wait(self, call: Call) -> None:
-        """Let others run until it is this call's turn; raises why there is none."""
-        call.member.random_state = random_state()
-        with self._lock:
-            self._calls.append(call)
-            self._pass_on()
-        self._take_turn(call.member)
         if call.error is not None:
             raise call.error
+        return call
 
     def _pass_on(self) -> None:
         """Give the turn to a run that can go on, or else to the first of those that wait for one phase."""
-        for call in [call for call in self._calls if call.member.is_cancelled()]:
-            self._calls.remove(call)
-            call.error = CancelledRequestError("The request was cancelled.")
-            self._ready.append(call.member)
+        for call in self._waiting:
+            if call.role != GO_ON and call.member.is_cancelled():
+                call.role, call.error = GO_ON, CancelledRequestError("The request was cancelled.")
         self._holder = None
-        if ready := [member for member in self._ready if member.has_begun or self._has_room()]:
-            self._holder = min(ready, key=lambda member: (-member.priority, member.number))
-            self._holder.has_begun = True
-            self._ready.remove(self._holder)
-        elif self._calls:
+        ready = [call for call in self._waiting if call.role == GO_ON and (call.member.has_begun or self._has_room())]
+        if ready:
+            batch = [min(ready, key=lambda call: call.rank)]
+        elif any(call.role != GO_ON for call in self._waiting):
             batch = self._next_batch()
             batch[0].batch = batch
-            self._calls = [call for call in self._calls if call not in batch]
-            self._holder = batch[0].member
-        if self._holder is not None:
-            self._holder.turn.set()
+        else:
+            return
+        self._waiting = [call for call in self._waiting if call not in batch]
+        self._holder = batch[0].member
+        self._holder.has_begun = True
+        self._holder.turn.set()
 
     def _has_room(self) -> bool:
         """Whether memory is planned for one more run."""
@@ -227,10 +222,10 @@ class Meeting(Handle):
 
     def _next_batch(self) -> list[Call]:
         """The first call of the phase to go on with, and those that can be merged with it."""
-        now = time.monotonic()
-        role = choose_role(self._calls, self._role, now, self._change_s)
+        now, calls = time.monotonic(), [call for call in self._waiting if call.role != GO_ON]
+        role = choose_role(calls, self._role, now, self._change_s)
         self._enter(role, now)
-        first, *others = sorted((call for call in self._calls if call.role == role), key=lambda call: call.rank)
+        first, *others = sorted((call for call in calls if call.role == role), key=lambda call: call.rank)
         limit = self._limits.get(first.rows.form, self._max_batch)
         fitting = (call for call in others if first.rows.fits(call.rows))
         return [first, *itertools.islice(fitting, limit - 1)]
@@ -254,7 +249,6 @@ class Meeting(Handle):
             return forward(*given)
         is_alone = len(self._open) == 1
         if role == DENOISER:
-            self.num_calls += 1
             member.held_bytes = max(member.held_bytes, SAMPLES_HELD * num_bytes_of(nested.tensors(given)))
             if not is_alone and self._kept.may_wait(module):
                 return self._meet(module, names, member, forward, given)
@@ -271,26 +265,26 @@ class Meeting(Handle):
         """Wait for a phase, where it takes time to change to it, and others run meanwhile."""
         member = _member.get()
         if member and member is self._holder and role in self._phases - {self._role} and len(self._open) > 1:
-            self._wait(Call(member, role, next(self._numbers), time.monotonic()))
+            self._wait(member, role)
 
     def _meet(
         self, module: torch.nn.Module, names: Sequence[str], member: Member, forward: Forward, given: Given
     ) -> Any:
         state = id(module), member.adapters, self._generations[module].check()
-        rows = Rows.of(given, names, forward, state)
-        call = Call(member, DENOISER, next(self._numbers), time.monotonic(), rows)
+        call = self._wait(member, DENOISER, Rows.of(given, names, forward, state))
+        if not call.batch:  # Another run has computed it.
+            return call.output
         try:
-            self._wait(call)
-            if call.batch:
-                self._compute(call.batch)
+            self._compute(call.batch)
         except BaseException:  # An interrupt: those that it should have computed find another.
             with self._lock:
-                self._calls += call.batch[1:]
+                self._waiting += call.batch[1:]
             raise
-        if call.batch:
-            with self._lock:
-                self._ready += [other.member for other in call.batch[1:]]
-            self._note_change()
+        with self._lock:
+            for other in call.batch[1:]:
+                other.role = GO_ON
+                self._waiting.append(other)
+        self._note_change()
         if call.error is not None:
             raise call.error
         return call.output

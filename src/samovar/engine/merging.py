@@ -72,6 +72,9 @@ class Rows:
         return replace(self, spread=nested.map_tensors(lambda t: -t if t is sample else t, self.spread))
 
 
+NO_ROWS = Rows(((), {}), lambda args, kwargs: None)
+
+
 def merged(*batch: Rows) -> list[Any] | None:
     """The outputs of calls that are computed at once; None where that fails, as with models that take no merged calls,
     or have no memory for them."""

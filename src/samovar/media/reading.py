@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,24 +45,35 @@ def _check_there(file: str | Path, param: str) -> None:
 
 def read_image(file: str | Path, param: str = "image") -> Image:
     """The image of a file."""
+    with _pillow(file, param) as image:
+        image.load()
+        return upright(image)
+
+
+@contextlib.contextmanager
+def _pillow(file: str | Path, param: str) -> Iterator[Image]:
+    """A file that Pillow reads."""
     from PIL import Image
 
     _check_there(file, param)
     try:
         with Image.open(file) as image:
-            image.load()
-            return upright(image)
+            yield image
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise SettingError(f"{param} {str(file)!r} cannot be read: {error}", param=param) from error
 
 
 def read_video(file: str | Path, param: str = "video") -> Video:
     """The frames of a file and how fast they are played. An animation with a time for each frame gets their mean."""
-    _check_there(file, param)
-    if Path(file).suffix.lower() in _ANIMATED:
-        return _read_animation(file, param)
     import numpy as np
 
+    if Path(file).suffix.lower() in _ANIMATED:
+        from PIL import ImageSequence
+
+        with _pillow(file, param) as image:
+            shown = [(np.asarray(each.convert("RGB")), each.info.get("duration")) for each in ImageSequence.Iterator(image)]
+        seconds = sum(duration or 0 for _, duration in shown) / 1000
+        return Video(np.stack([frame for frame, _ in shown]), len(shown) / seconds if seconds else 24.0)
     with _stream(file, "video", param, "Without it, animations in GIF, WebP and PNG can be read.") as (_, stream):
         frames = [frame.to_ndarray(format="rgb24") for frame in stream.container.decode(stream)]
         rate = float(stream.average_rate or stream.base_rate or 24)
@@ -72,35 +82,11 @@ def read_video(file: str | Path, param: str = "video") -> Video:
     return Video(np.stack(frames), rate)
 
 
-def _read_animation(file: str | Path, param: str) -> Video:
-    import numpy as np
-    from PIL import Image, ImageSequence
-
-    try:
-        with Image.open(file) as image:
-            each = ImageSequence.Iterator(image)
-            shown = [(np.asarray(frame.convert("RGB")), frame.info.get("duration", 0)) for frame in each]
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise SettingError(f"{param} {str(file)!r} cannot be read as video: {error}", param=param) from error
-    seconds = sum(duration for _, duration in shown) / 1000
-    return Video(np.stack([frame for frame, _ in shown]), len(shown) / seconds if seconds else 24.0)
-
-
 def read_audio(file: str | Path, param: str = "audio") -> Audio:
     """The sound of a file, or of a video."""
     import numpy as np
 
-    _check_there(file, param)
-    try:
-        if Path(file).suffix.lower() == ".wav":
-            with wave.open(str(file), "rb") as sound:
-                if sound.getsampwidth() == 2:
-                    levels = np.frombuffer(sound.readframes(sound.getnframes()), "<i2")
-                    samples = levels.reshape(-1, sound.getnchannels()).T.astype(np.float32) / (2**15 - 1)
-                    return Audio(samples.clip(-1, 1), sound.getframerate())
-    except (OSError, EOFError, wave.Error):
-        pass  # Not of this kind: FFmpeg says what it is.
-    with _stream(file, "audio", param, "Without it, .wav files of 16 bits can be read.") as (av, stream):
+    with _stream(file, "audio", param, "Without it, no sound can be read.") as (av, stream):
         resampler = av.AudioResampler(format="fltp", layout=stream.layout.name, rate=stream.rate)
         decoded = [part for frame in stream.container.decode(stream) for part in resampler.resample(frame)]
         parts = [part.to_ndarray() for part in [*decoded, *resampler.resample(None)]]
@@ -113,6 +99,7 @@ def read_audio(file: str | Path, param: str = "audio") -> Audio:
 @contextlib.contextmanager
 def _stream(file: str | Path, kind: str, param: str, remedy: str) -> Iterator[tuple[Any, Any]]:
     """PyAV, and the first stream of a kind in a file."""
+    _check_there(file, param)
     av = load_av(f"To read {str(file)!r}", remedy)
     try:
         with av.open(str(file)) as container:
