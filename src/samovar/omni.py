@@ -181,7 +181,8 @@ class Omni(_Model):
                 request = request_of(one, params.over(base), **how, num_previews=num_previews if stream else 0)
                 made.append(request if stream else worker.facts.check(request))  # A stream has errors as events.
             except SettingError as error:
-                if error.param != "prompt" or stream or is_one:
+                own = {"prompt", *(one if isinstance(one, Mapping) else ())}
+                if error.param not in own or stream or is_one:
                     raise  # A mistake of the whole call.
                 made.append(GenerationResult(one, (), (), params, 0.0, error=error))
         requests = [each for each in made if isinstance(each, Request)]
@@ -276,10 +277,6 @@ class AsyncOmni(_Model):
         if isinstance(prompt, Request):
             return self._supervisor.submit(replace(prompt, **how))
         return self._supervisor.submit(request_of(prompt, params or OmniDiffusionSamplingParams(), **how))
-
-    def check(self, prompt: Prompt, params: OmniDiffusionSamplingParams | None = None, **how: Any) -> None:
-        """Raise SettingError if the model cannot serve this request; `how` is what else a `Request` has."""
-        self.facts.check(request_of(prompt, params or OmniDiffusionSamplingParams(), **how))
 
     def check_room(self) -> None:
         """Raise QueueFullError if the queue would not take another request."""

@@ -115,7 +115,7 @@ def test_requests_that_meet_share_what_was_encoded_also_with_offload(folder: Pat
     served.worker.close()
 
 
-@pytest.mark.parametrize("name", ["sd3", "qwen-image", "wan", "z-image"])
+@pytest.mark.parametrize("name", ["sd3", "wan"])
 def test_any_pipeline_with_an_encode_prompt_of_its_own(name: str) -> None:
     tiny = PIPELINES[name]
     served = Served(worker_of(pipe=tiny.build(0)), "text_encoder")

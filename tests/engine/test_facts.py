@@ -64,7 +64,7 @@ def test_defaults_are_used_and_what_is_ours_is_not_passed_on() -> None:
         (TEXT, ask(true_cfg_scale=2.0), "TextPipeline does not take true_cfg_scale"),
         (TEXT, ask(num_frames=9), "TextPipeline makes images of its own length, and takes no num_frames"),
         (TEXT, ask(options={"num_inference_step": 2}), "Did you mean 'num_inference_steps'"),
-        (TEXT, ask(options={"output_type": "pil"}), "does not take output_type"),
+        (TEXT, ask(options={"output_type": "pil"}), "output_type is for the engine to set. Leave it out"),
         (TEXT, ask(options={"num_images_per_prompt": 2}), "Use num_outputs_per_prompt instead"),
         (
             replace(TEXT, types={"height": (int,)}),

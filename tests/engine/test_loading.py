@@ -26,7 +26,6 @@ from pipelines.trying import media
 from samovar.core import quantisers
 from samovar.core.errors import ModelError, SettingError
 from samovar.engine import OmniDiffusionConfig
-from samovar.engine.controlnet import controlled_class
 from samovar.engine.models import fetch_model, find_model, find_variant, load_pipeline, resolve_dtype
 from samovar.engine.quantize import Quantization
 
@@ -52,7 +51,7 @@ def test_names_folders_and_what_is_neither(folder: Path, tmp_path: Path) -> None
         with pytest.raises(ModelError, match="is not a built-in model"):
             find_model(wrong)
     assert os.environ["HF_HUB_OFFLINE"] == "1"
-    with pytest.raises(ModelError, match=r"'nobody/no-such-model' is not a folder here and could not be downloaded"):
+    with pytest.raises(ModelError, match=r"'nobody/no-such-model' is not here and could not be downloaded"):
         fetch_model("nobody/no-such-model")
     assert [resolve_dtype("auto", torch.device(name)) for name in ("cpu", "cuda")] == [torch.float32, torch.bfloat16]
 
@@ -236,20 +235,6 @@ def test_a_controlnet_that_does_not_fit_is_refused(nets: Any, settings: Any, mes
         worker_of(**{"model": model, **settings(model, net, nets("QwenImage")[3], whole)})
 
 
-@pytest.mark.parametrize(
-    ("family", "expected"),
-    [
-        ("FluxPipeline", "FluxControlNetPipeline"),
-        ("FluxImg2ImgPipeline", "FluxControlNetImg2ImgPipeline"),
-        ("StableDiffusionXLInpaintPipeline", "StableDiffusionXLControlNetInpaintPipeline"),
-        ("FluxControlNetPipeline", "FluxControlNetPipeline"),
-        ("SanaPipeline", "SanaControlNetPipeline"),
-    ],
-)
-def test_the_pipeline_for_a_controlnet_is_found_by_its_name(family: str, expected: str) -> None:
-    assert controlled_class(getattr(diffusers, family)).__name__ == expected
-
-
 # ------------------------------------------------------------------------------------------------ quantised
 
 
@@ -293,7 +278,7 @@ def test_every_way_to_run_gives_the_same_images(folder: Path, tmp_path: Path, ki
     if kind == "gguf":
         kind = str(write_gguf(tmp_path / "tiny.gguf", load_pipeline(folder, torch.float32).transformer))
     images = []
-    for settings in ({}, {"offload": "layerwise"}, {"gpu_memory": "90MiB"}, {"cache": {"rel_l1_thresh": 0.0}}):
+    for settings in ({}, {"offload": "layerwise"}, {"gpu_memory": "240MiB"}, {"cache": {"rel_l1_thresh": 0.0}}):
         worker = worker_of(folder, quantization=kind, **settings)
         images.append(pixels(worker.make(ask())).tobytes())
         assert str(worker.explain().features[0].settings).startswith("transformer as ")

@@ -184,7 +184,7 @@ def test_a_folder_must_say_which_file_and_the_hub_is_looked_up_in_its_cache(
     file = kept / "pytorch_lora_weights.safetensors"
     for source in ("me/pixel", f"me/pixel/{file.name}"):
         assert fetch_adapter("pixel", source) == file
-    with pytest.raises(ModelError, match="'me/other', is not a file here and could not be downloaded"):
+    with pytest.raises(ModelError, match="'me/other', is not here and could not be downloaded"):
         fetch_adapter("other", "me/other")
 
 
@@ -249,22 +249,11 @@ def test_compiled_blocks_follow_a_switch(lora: dict[str, str], expected: Mapping
 def test_replayed_forwards_follow_a_switch_and_scales_of_others_cost_no_recording(
     lora: dict[str, str], expected: Mapping[str, Any]
 ) -> None:
-    def run() -> int:
-        return int(str(worker.explain()).split(" calls replayed, ")[1].split(" run")[0])
-
     with recording_by(SimulatedRecorder(), torch.device("cpu")):
         worker = worker_of(pipe=tiny_flux_pipeline(), lora=lora, compile="graphs")
         for order in ORDERS:
             assert np.array_equal(made_by(worker, order), expected[str(order)]), order
         assert "52 calls replayed, 8 run" in str(worker.explain())
-        for order in (None, "ink"):
-            made_by(worker, order)
-        before = run()
-        for scale in (0.5, 0.25):
-            made_by(worker, {"name": "pixel", "scale": scale})
-            with_scale = run()
-            assert with_scale == before + 2, "that is another form"
-            for order in (None, "ink"):
-                made_by(worker, order)
-            before = run()
-            assert before == with_scale
+        made_by(worker, {"name": "pixel", "scale": 0.5})
+        made_by(worker, None)
+        assert ", 10 run" in str(worker.explain()), "another scale is another form"

@@ -82,16 +82,19 @@ def drawn(chance: random.Random, has_cache: bool) -> tuple[Request, int | None]:
     return request, chance.randrange(1, 4) if kind == "cancelled" else None
 
 
-def listener(cancel_after: int | None, stepped: list[int]) -> Listener:
+def made(worker: Worker, request: Request, cancel_after: int | None) -> tuple[Any, list[Progress]]:
+    """What a worker makes of a request, and the steps that it told."""
+    steps: list[Progress] = []
+
     def note(event: Any) -> None:
         if isinstance(event, Progress):
-            stepped.append(event.step)
+            steps.append(event)
 
-    return Listener(note, lambda: cancel_after is not None and len(stepped) >= cancel_after)
+    listener = Listener(note, lambda: cancel_after is not None and len(steps) >= cancel_after)
+    return worker.make(request, listener), steps
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mix", range(NUM_MIXES))
+@pytest.mark.parametrize("mix", [0, 1, 2, *(pytest.param(mix, marks=pytest.mark.slow) for mix in range(3, NUM_MIXES))])
 def test_in_any_mix_each_gets_what_it_gets_alone(workers: tuple[Worker, Worker], mix: int) -> None:
     meeting, alone = workers
     chance = random.Random(f"{SEED} {mix}")
@@ -101,22 +104,20 @@ def test_in_any_mix_each_gets_what_it_gets_alone(workers: tuple[Worker, Worker],
         path: list(HookRegistry.get_or_create(part).chain)
         for path, part in meeting.pipeline.transformer.named_modules()
     }
-    outcomes = together(
-        [lambda request=request, after=after: meeting.make(request, listener(after, [])) for request, after in asked]  # type: ignore[misc]
-    )
-    for (request, after), outcome in zip(asked, outcomes, strict=True):
-        own = alone.make(request, listener(after, []))
+    outcomes = together([lambda each=each: made(meeting, *each) for each in asked])  # type: ignore[misc]
+    for (request, after), (outcome, steps) in zip(asked, outcomes, strict=True):
+        own, own_steps = made(alone, request, after)
         if isinstance(own, (SettingError, CancelledRequestError, EngineError)):
             # One that ends before the cancellation is seen is as good.
-            assert type(outcome) is type(own) or (after is not None and not isinstance(outcome, Exception)), (
-                mix,
-                request,
-            )
+            is_made = after is not None and not isinstance(outcome, Exception)
+            assert type(outcome) is type(own) or is_made, (mix, request)
             continue
         mine, theirs = (
-            [each.denoisers["transformer"].branches["cond"].mask for each in made.cache] for made in (outcome, own)
+            [each.denoisers["transformer"].branches["cond"].mask for each in result.cache] for result in (outcome, own)
         )
         assert mine == theirs, "the cache decides as alone"
+        told = [sorted((each.image_index, each.step, each.is_computed) for each in each) for each in (steps, own_steps)]
+        assert told[0] == told[1], "each hears of its own steps"
         # Forecasts of skipped steps enlarge what rounding changes.
         most = 8 if any("." in mask for mask in theirs) else 2
         for index in range(request.num_images):

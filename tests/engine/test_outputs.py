@@ -49,9 +49,7 @@ def test_every_pipeline_of_diffusers_has_a_kind_or_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("FluxPipeline", ("image", "images", None)),
         ("Kandinsky5T2IPipeline", ("image", "image", None)),
-        ("WanPipeline", ("video", "frames", None)),
         ("LTX2Pipeline", ("video", "frames", "audio")),
         ("StableAudioPipeline", ("audio", "audios", None)),
         ("KandinskyV22CombinedPipeline", ("image", "images", None)),
@@ -82,10 +80,10 @@ FRAMES = [Image.fromarray(frame) for frame in LEVELS]
 @pytest.mark.parametrize(
     "frames",
     [
-        RAMP[None], torch.from_numpy(RAMP)[None].movedim(-1, 2), [RAMP], [FRAMES], FRAMES, RAMP,
-        [torch.from_numpy(RAMP).movedim(-1, 1)], [list(RAMP)], list(RAMP), LEVELS[None],
+        RAMP[None], torch.from_numpy(RAMP)[None].movedim(-1, 2), [FRAMES], FRAMES,
+        [torch.from_numpy(RAMP).movedim(-1, 1)], [list(RAMP)], LEVELS[None],
     ],
-    ids=["array", "tensor", "arrays", "images", "bare images", "bare array", "tensors", "lists", "bare list", "bytes"],
+    ids=["array", "tensor", "images", "bare images", "tensors", "lists", "bytes"],
 )  # fmt: skip
 def test_frames_come_in_many_forms(frames: Any) -> None:
     (video,) = take_outputs(VIDEO, SimpleNamespace(frames=frames))

@@ -64,9 +64,8 @@ def test_latents_of_an_unknown_kind_have_no_preview() -> None:
     with pytest.raises(NoPreview, match="the order of channels in its patches is unknown"):
         decode_latents(build(diffusers.Ideogram4Pipeline, recipe), torch.zeros(1, 6, 4), (32, 48))
     pipe, latents, *_ = run("flux")
-    for wrong, size in ((latents[0], (16, 16)), (latents[0][0], (16, 24)), (torch.zeros(1, 9, 8, 12), (16, 24))):
-        with pytest.raises(NoPreview, match="latents of FluxPipeline cannot be decoded half-way"):
-            decode_latents(pipe, wrong, size)
+    with pytest.raises(NoPreview, match="latents of FluxPipeline cannot be decoded half-way"):
+        decode_latents(pipe, latents[0][0], (16, 24))
     with pytest.raises(NoPreview, match="object has no VAE that makes images"):
         decode_latents(object(), latents[0], (16, 24))
 
@@ -77,23 +76,13 @@ def test_latents_of_an_unknown_kind_have_no_preview() -> None:
         ("WanPipeline", {"num_frames": 9, "max_sequence_length": 16}),
         ("LTXPipeline", {"num_frames": 9, "max_sequence_length": 16}),
         ("CogVideoXPipeline", {"num_frames": 9, "max_sequence_length": 7}),
-        ("HunyuanVideo15Pipeline", {"num_frames": 9}),
         ("LattePipeline", {"video_length": 5}),
         ("PixArtSigmaPipeline", {"use_resolution_binning": False}),
         ("Kandinsky5T2VPipeline", {"num_frames": 9, "max_sequence_length": 16}),
         ("ErnieImagePipeline", {}),
         ("Krea2Pipeline", {}),
         ("QwenImage21Pipeline", {}),
-        *(
-            pytest.param(name, settings, marks=pytest.mark.slow)
-            for name, settings in (
-                ("AnyFlowPipeline", {"num_frames": 9, "max_sequence_length": 16}),
-                ("BriaFiboPipeline", {"width": 64, "negative_prompt": "a dog"}),
-                ("BriaFibo2Pipeline", {}),
-                ("HunyuanVideo15ImageToVideoPipeline", {"num_frames": 9}),
-                ("NucleusMoEImagePipeline", {}),
-            )
-        ),
+        ("HunyuanVideo15ImageToVideoPipeline", {"num_frames": 9}),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -101,8 +90,8 @@ def test_latents_of_an_unknown_kind_have_no_preview() -> None:
 def test_every_layout_is_shown_as_the_pipeline_decodes_it(
     name: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames before channels, channels last, frames for a VAE of images, both branches at once, tokens of a latent;
-    patches in the scale of a batch norm; an image for a VAE of videos; and a size that only the input says."""
+    """Frames before channels, channels last, frames for a VAE of images, tokens of a latent; patches in the scale of a
+    batch norm; an image for a VAE of videos; and a size that only the input says."""
     import diffusers
 
     recipe = RECIPES.get(name, Recipe())

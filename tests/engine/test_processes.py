@@ -59,7 +59,7 @@ def test_every_message_survives_the_pipe() -> None:
     assert through(("x" * 3_000_000, None)) == [("x" * 3_000_000, None)]
 
 
-@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "I;16"])
+@pytest.mark.parametrize("mode", ["RGB", "P", "I;16"])
 def test_images_arrive_bit_for_bit(mode: str) -> None:
     levels = np.random.default_rng(0).integers(0, 256, (40, 56, 3), dtype=np.uint8)
     image = Image.fromarray(levels).convert("L" if mode == "I;16" else mode).convert(mode)

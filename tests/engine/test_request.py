@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,8 @@ import torch
 from PIL import Image
 
 from samovar import OmniDiffusionSamplingParams as Params
-from samovar.core.errors import ModelError, NanLatentsError, SettingError
-from samovar.engine import Failed, GenerationResult, Progress, Request, Started
+from samovar.core.errors import ModelError, SettingError
+from samovar.engine import GenerationResult, Request
 from samovar.engine.request import Adapter, read_defaults
 
 
@@ -128,12 +126,3 @@ def test_a_failed_result_raises_its_error_whatever_is_asked_of_it(tmp_path: Path
     made = GenerationResult("a cat", (Image.new("RGB", (64, 48)),), (7,), Params(), 1.25)
     assert repr(made) == "<GenerationResult for 'a cat': 64x48, seed 7; 1.2 s>"
     assert [file.name for file in made.save(tmp_path / "cat.png")] == ["cat.png"]
-
-
-def test_events_cannot_be_changed_and_travel_whole() -> None:
-    for event in (Started(0.5), Progress(1, 4, 0, 2, 0.1, None), Progress(2, 4, 1, 2, 0.1, False)):
-        assert pickle.loads(pickle.dumps(event)) == event
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            event.step = 3  # type: ignore[union-attr,misc]
-    copy = pickle.loads(pickle.dumps(Failed(NanLatentsError("no numbers", 3, "auto: #.#"))))
-    assert (str(copy.error), copy.error.step, copy.error.cache) == ("no numbers", 3, "auto: #.#")

@@ -11,11 +11,11 @@ import torch
 
 from ..arch.folder import check_files
 from ..arch.modular import ModularCall
-from ..core.errors import ModelError, SettingError
-from ..core.files import brief, first_line, index_file, read_json
+from ..core.errors import SettingError
+from ..core.files import brief, index_file, read_json
+from .hub import HUB_NAME, downloading
 
 TASK = "controlnet"
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
 
 
@@ -52,13 +52,8 @@ def fetch_controlnets(sources: Sequence[str]) -> list[Path]:
     folders = []
     for source in sources:
         folder = Path(source).expanduser()
-        try:
+        with downloading(f"controlnet={source!r}"):
             folders.append(folder if folder.is_dir() else Path(hub.snapshot_download(source, allow_patterns=_FILES)))
-        except (OSError, ValueError) as error:  # Not there, or no network.
-            raise ModelError(
-                f"controlnet={source!r} is not a folder here and could not be downloaded from the hub: "
-                f"{first_line(error)} Check the name and the network."
-            ) from error
     return folders
 
 

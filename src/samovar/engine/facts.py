@@ -180,7 +180,9 @@ class PipelineFacts:
         is_float = float in allowed and type(value) is int
         if name in _COUNTS:
             problem = f"Use num_outputs_per_prompt instead of {name}: each output has its own seed."
-        elif name in _OURS or name not in self.takes:
+        elif name in _OURS:
+            problem = f"{name} is for the engine to set. Leave it out{'; give seed' if name == 'generator' else ''}."
+        elif name not in self.takes:
             problem = f"{self.class_name} does not take {name}. {nearest(name, self.takes - _OURS - {*_COUNTS})}"
         elif allowed and value is not None and not is_float and type(value) not in allowed:
             problem = f"{name} must be {' or '.join(_PLAIN[each] for each in allowed)}, not {brief(value)}."

@@ -19,12 +19,13 @@ from torch.nn import Linear, Module
 from ..arch import find_denoisers
 from ..core.adapters import adapter_layers, switch_adapters
 from ..core.errors import ModelError, SettingError
-from ..core.files import brief, first_line, heard, read_json, reading
+from ..core.files import brief, heard, read_json, reading
 from ..hooks import Handle
+from .hub import HUB_NAME, downloading
 from .request import Adapter
 
 LoraSetting = Mapping[str, str | Path] | None
-_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(.+\.safetensors))?")
+_HUB_NAME = re.compile(rf"({HUB_NAME.pattern})(?:/(.+\.safetensors))?")
 _FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 """The names under which diffusers and peft save adapters."""
 _PEFT_CONFIG, _PEFT_PREFIX = "adapter_config.json", "base_model.model."
@@ -78,16 +79,11 @@ def fetch_adapter(name: str, source: str | Path) -> Path:
         return file
     import huggingface_hub as hub
 
-    try:
+    with downloading(f"The adapter {name!r}, {str(source)!r},"):
         if match[2] is not None:
             return Path(hub.hf_hub_download(match[1], match[2]))
         patterns = ["*.safetensors", _PEFT_CONFIG]
         return _file_in(Path(hub.snapshot_download(match[1], allow_patterns=patterns)), name)
-    except (OSError, ValueError) as error:  # Not there, or no network.
-        raise ModelError(
-            f"The adapter {name!r}, {str(source)!r}, is not a file here and could not be downloaded from the hub: "
-            f"{first_line(error)} Check the name and the network."
-        ) from error
 
 
 class Adapters(Handle):

@@ -7,7 +7,7 @@ the same calls alone, and runs take turns within a model only if it keeps nothin
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,9 +72,6 @@ class Rows:
         return replace(self, spread=nested.map_tensors(lambda t: -t if t is sample else t, self.spread))
 
 
-NO_ROWS = Rows(((), {}), lambda args, kwargs: None)
-
-
 def merged(*batch: Rows) -> list[Any] | None:
     """The outputs of calls that are computed at once; None where that fails, as with models that take no merged calls,
     or have no memory for them."""
@@ -115,12 +112,12 @@ class KeptState:
     def __init__(self, components: Mapping[str, Any]) -> None:
         self.problem = ""
         parts = {name: part for name, part in components.items() if isinstance(part, torch.nn.Module)}
-        self._modules = [
-            (".".join(filter(None, (name, path))), module)
+        self._modules = {
+            f"{name}.{path}".rstrip("."): module
             for name, part in parts.items()
             for path, module in part.named_modules()
-        ]
-        self._before: dict[torch.nn.Module, tuple[object, dict[str, tuple[Any, int | None]]]] = {}
+        }
+        self._before: dict[torch.nn.Module, tuple[object, dict[str, list[Any]]]] = {}
         """By denoiser: the run that called it last, and what all modules kept then."""
         self._known = set[torch.nn.Module]()
 
@@ -134,24 +131,25 @@ class KeptState:
         if self.problem or denoiser in self._known:
             return
         whose, before = self._before.pop(denoiser, (None, {}))
-        now = dict(itertools.chain.from_iterable(_kept_by(path, module) for path, module in self._modules))
+        now = self._kept()
         if whose is not run:
             self._before[denoiser] = run, now
             return
         self._known.add(denoiser)
-        changed = next((path for path in now | before if not _is_same(now.get(path), before.get(path))), None)
+        changed = next((path for path in now | before if now.get(path, [])[1:] != before.get(path, [])[1:]), None)
         self.problem = "" if changed is None else f"{changed} changes from step to step"
 
+    def _kept(self) -> dict[str, list[Any]]:
+        """What modules keep beside their weights, by path: each part, its value or which object it is, and how often a
+        tensor was written."""
+        kept = {}
+        for path, module in self._modules.items():
+            entries = vars(module).items()
+            own = {name: part for name, part in entries if name not in _NOT_STATE and not name.startswith("_samovar")}
+            for place, part in nested.leaves(own, path):
+                version = nested.version(part) if isinstance(part, torch.Tensor) else None
+                kept[place] = [part, part if isinstance(part, nested.ATOMS) else id(part), version]
+        return kept
 
-def _kept_by(path: str, module: torch.nn.Module) -> Iterator[tuple[str, tuple[Any, int | None]]]:
-    """What a module keeps beside its weights: the parts by path, and how often tensors were written."""
-    kept = {name: value for name, value in vars(module).items() if name not in _NOT_STATE and name[:8] != "_samovar"}
-    for place, leaf in nested.leaves(kept, path):
-        yield place, (leaf, nested.version(leaf) if isinstance(leaf, torch.Tensor) else None)
 
-
-def _is_same(one: tuple[Any, int | None] | None, other: tuple[Any, int | None] | None) -> bool:
-    """Whether a module keeps the same object, unwritten, or an equal number or text."""
-    if one is None or other is None or one[1] != other[1]:
-        return False
-    return one[0] is other[0] or (isinstance(one[0], nested.ATOMS) and bool(one[0] == other[0]))
+NO_ROWS = Rows(((), {}), lambda args, kwargs: None)

@@ -42,7 +42,6 @@ class Ready(NamedTuple):
     facts: PipelineFacts
     load_seconds: float
     usage: Usage
-    max_batch: int = 1
     max_runs: int = 1
     """Requests that it can have at once."""
 

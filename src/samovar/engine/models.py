@@ -17,10 +17,11 @@ import torch
 from ..arch.folder import WEIGHTS, check_folder, check_loaded, pipeline_class
 from ..builtin import BUILTIN_MODELS
 from ..core.errors import ModelError, SettingError, nearest
-from ..core.files import INDEX, brief, first_line, heard, index_file, reading
+from ..core.files import INDEX, brief, heard, index_file, reading
 from ..core.interop import pipelines_by_task
-from .controlnet import HUB_NAME, controlled_class, fetch_controlnets, load_controlnets
 from .controlnet import TASK as CONTROLLED
+from .controlnet import controlled_class, fetch_controlnets, load_controlnets
+from .hub import HUB_NAME, downloading
 from .quantize import GGUF, Quantization, loading_arguments
 
 _LOADING = threading.Lock()
@@ -55,13 +56,8 @@ def fetch_model(model: str, *, trust_remote_code: bool = False) -> Path:
     if folder is not None:
         return folder
     download = load_diffusers().DiffusionPipeline.download
-    try:
+    with downloading(repr(model), f", or download it elsewhere: hf download {model} --local-dir FOLDER"):
         return Path(download(model, use_safetensors=True, trust_remote_code=trust_remote_code))
-    except (OSError, ValueError) as error:  # Not there, or no network.
-        raise ModelError(
-            f"{model!r} is not a folder here and could not be downloaded from the hub: {first_line(error)} Check the "
-            f"name and the network, or download it elsewhere: hf download {model} --local-dir FOLDER"
-        ) from error
 
 
 @contextlib.contextmanager

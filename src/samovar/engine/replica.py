@@ -23,7 +23,7 @@ from .facts import PipelineFacts
 from .job import Job
 from .messages import Cancel, Fatal, Finished, FromWorker, Ready, Run, Update
 from .process import WorkerGroup
-from .request import Request
+from .request import OmniDiffusionSamplingParams, Request
 from .restarts import Restarts
 from .settings import OmniDiffusionConfig
 from .status import ReplicaStatus
@@ -151,24 +151,24 @@ class Replica:
         timeout = self._timeout()
         if timeout is None or now < timeout:
             return
-        if not self.running:
-            self._lose_worker(now, StepTimeoutError(
+        first = next(iter(self.running.values()), None)
+        error: SamovarError
+        if first is None:
+            error = StepTimeoutError(
                 f"The worker did not load the model within {self._engine.config.load_timeout_s:g} s, and was stopped. "
                 "Is the disk or the network very slow? If loading does take that long, raise load_timeout_s."
-            ))  # fmt: skip
+            )
         elif self._settle_by is not None and now >= self._settle_by:
-            problem = f"Other ranks did not answer after an error ({_errors(next(iter(self.running.values())))})."
-            self._lose_worker(
-                now, WorkerLostError(f"{problem} All ranks were stopped and are being replaced: try again.")
+            error = WorkerLostError(
+                f"Other ranks did not answer after an error ({_errors(first)}). All ranks were stopped and are being "
+                "replaced: try again."
             )
         else:
-            self._lose_worker(now, StepTimeoutError(
-                f"The worker sent nothing for {now - self._last_heard:.3g} s, {self._step()}, and was stopped. Try "
+            error = StepTimeoutError(
+                f"The worker sent nothing for {now - self._last_heard:.3g} s, {first.step}, and was stopped. Try "
                 "again; if steps do take that long, raise step_timeout_s."
-            ))  # fmt: skip
-
-    def _step(self) -> str:
-        return next(iter(self.running.values())).step
+            )
+        self._lose_worker(now, error)
 
     def _start_group(self, now: float) -> None:
         try:
@@ -264,7 +264,8 @@ class Replica:
         with self._unlocked():
             how = group.describe_end()
         if self.running:
-            message = f"The worker ended ({how}), {self._step()}. It is being replaced: try again."
+            step = next(iter(self.running.values())).step
+            message = f"The worker ended ({how}), {step}. It is being replaced: try again."
         elif self.is_loaded:
             message = f"The worker ended ({how}) while it was idle."
         else:
@@ -323,11 +324,10 @@ def silence_limit(config: OmniDiffusionConfig, facts: PipelineFacts, request: Re
     as attention, which is quadratic, but nobody waits for longer than for a model to load. New shapes may be compiled
     first."""
     longest_s = max(config.step_timeout_s, config.load_timeout_s)
-    growth = num_pixels(request, facts) / num_pixels(Request(), facts)
+    growth = _num_pixels(request.params, facts) / _num_pixels(facts.defaults, facts)
     return longest_s if config.compile else min(longest_s, config.step_timeout_s * max(1.0, growth) ** 2)
 
 
-def num_pixels(request: Request, facts: PipelineFacts) -> int:
+def _num_pixels(params: OmniDiffusionSamplingParams, facts: PipelineFacts) -> int:
     """Pixels in all frames of an output."""
-    params = facts.completed(request)
     return ((params.width or 0) * (params.height or 0) or USUAL_PIXELS) * facts.num_frames(params)

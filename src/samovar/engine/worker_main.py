@@ -56,7 +56,7 @@ def worker_main(config: OmniDiffusionConfig, place: Place, pipe: Connection) -> 
     except BaseException as error:
         send(pipe, Fatal(EngineError(f"Loading failed: {type(error).__name__}: {error}")), place.parent_id)
         raise
-    ready = Ready(worker.facts, worker.load_seconds, worker.usage(), worker.max_batch, worker.max_runs)
+    ready = Ready(worker.facts, worker.load_seconds, worker.usage(), worker.max_runs)
     send(pipe, ready, place.parent_id)
     gc.collect()
     gc.freeze()  # Otherwise each collection would search the whole model, for a sixth of a second.

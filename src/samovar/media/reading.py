@@ -71,7 +71,9 @@ def read_video(file: str | Path, param: str = "video") -> Video:
         from PIL import ImageSequence
 
         with _pillow(file, param) as image:
-            shown = [(np.asarray(each.convert("RGB")), each.info.get("duration")) for each in ImageSequence.Iterator(image)]
+            shown = [
+                (np.asarray(each.convert("RGB")), each.info.get("duration")) for each in ImageSequence.Iterator(image)
+            ]
         seconds = sum(duration or 0 for _, duration in shown) / 1000
         return Video(np.stack([frame for frame, _ in shown]), len(shown) / seconds if seconds else 24.0)
     with _stream(file, "video", param, "Without it, animations in GIF, WebP and PNG can be read.") as (_, stream):
