@@ -11,11 +11,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
+from offload.foreseen import count_small_layers
 from pipelines import PIPELINES
 from samovar import attach
 from samovar.hooks import HookRegistry
+from samovar.offload.stats import TimeStats
 from samovar.parallel import SequenceParallelConfig
 
 STEPS = 6
@@ -67,6 +70,7 @@ class Case(NamedTuple):
             "none": {},
             "model": {"offload": {"mode": "model", "device": "cpu"}},
             "layerwise": {"offload": {"mode": "layerwise", "device": "cpu"}},
+            "ahead": {"offload": {"mode": "layerwise", "device": "cpu", "precompute": True}},
             "budget": {
                 "offload": {"mode": "layerwise", "device": "cpu", "activations": _ACTIVATIONS},
                 "gpu_memory": _budget(self.pipeline),
@@ -96,6 +100,8 @@ class Drawn(NamedTuple):
     """Whether the pipeline was again what it was when everything was off."""
     num_streamed: int
     """Blocks of denoisers that stream."""
+    ahead: list[TimeStats]
+    """What was computed ahead for each denoiser."""
 
 
 def all_cases() -> list[Case]:
@@ -143,13 +149,16 @@ def draw(case: Case) -> Drawn:
     """Run a case in this process, which may be one of several ranks."""
     pipe = pipeline(case.pipeline)
     before = footprint(pipe)
-    with attach(pipe, **case.settings()) as attached:
-        picture = PIPELINES[case.pipeline].run(pipe, case.steps, **case.call())
-        stats = attached.stats().cache
-        streamed = _num_streamed(attached.offloaded)
-    found = {} if stats is None else stats.denoisers
+    with pytest.MonkeyPatch.context() as patch:
+        if case.offload == "ahead":
+            count_small_layers(patch)
+        with attach(pipe, **case.settings()) as attached:
+            picture = PIPELINES[case.pipeline].run(pipe, case.steps, **case.call())
+            stats, streamed = attached.stats(), _num_streamed(attached.offloaded)
+    found = {} if stats.cache is None else stats.cache.denoisers
     masks = tuple(branch.mask for one in found.values() for branch in one.branches.values())
-    return Drawn(picture, masks, footprint(pipe) == before and not num_hooks(pipe), streamed)
+    ahead = [] if stats.offload is None or case.offload != "ahead" else list(stats.offload.ahead.values())
+    return Drawn(picture, masks, footprint(pipe) == before and not num_hooks(pipe), streamed, ahead)
 
 
 def draw_all(cases: Sequence[Case]) -> list[Drawn]:

@@ -43,7 +43,11 @@ def check(case: Case, drawn: Drawn, reference: Drawn) -> float:
     if case.cache != "none":
         assert any("." in mask for mask in drawn.masks), "nothing was skipped"
     assert drawn.is_bare, case
-    assert bool(drawn.num_streamed) == (case.offload in ("layerwise", "budget"))
+    assert bool(drawn.num_streamed) == (case.offload in ("layerwise", "budget", "ahead"))
+    assert bool(drawn.ahead) == (case.offload == "ahead")
+    # On ranks the first forward of each form runs a second time, to be compared, and computes its layers then.
+    assert all(one.found_forwards and not one.surprises for one in drawn.ahead), (case, drawn.ahead)
+    assert case.num_ranks > 1 or not any(one.live_calls for one in drawn.ahead), (case, drawn.ahead)
     apart = difference(drawn.picture, reference.picture)
     assert apart <= (0.0 if case.num_ranks == 1 else MOST_DIFFERENT), (case, apart)
     return apart
@@ -79,6 +83,13 @@ def test_auto_goes_with_everything(ranks: Ranks, references: dict[Case, Drawn]) 
         for number in ("1 rank", "Ulysses 2", "ring 2")
         for guidance in FACTORS["guidance"]
     ]
+    assert run(cases, ranks, references).keys() == set(cases)
+
+
+def test_layers_computed_ahead_go_with_everything(ranks: Ranks, references: dict[Case, Drawn]) -> None:
+    cases = [Case(name, cache, "ahead", "1 rank", "two branches")
+             for name in ("flux", "wan") for cache in (*FACTORS["cache"], "auto")]  # fmt: skip
+    cases += [Case("flux", "measured", "ahead", number, "two branches") for number in FACTORS["ranks"][1:]]
     assert run(cases, ranks, references).keys() == set(cases)
 
 

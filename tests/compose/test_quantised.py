@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from offload.foreseen import count_small_layers
 from offload.quantised import KINDS, pipeline_with, plain_flux
 from offload.test_quantised import LAYERWISE, draw
 from ranks import Ranks
 from samovar import attach
 
-from .test_ahead import RANKS, small_layers_count
-
+RANKS: dict[str, Any] = {
+    "Ulysses 2": {"ulysses_degree": 2}, "ring 2": {"ring_degree": 2}, "CFG 2": {"cfg_parallel_size": 2}
+}  # fmt: skip
 CASES = [(kind, ranks) for kind in KINDS for ranks in RANKS]
 
 
@@ -50,10 +52,11 @@ def test_two_ranks(ranks: Ranks, cases: list[tuple[str, str]]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["torchao-int8", "gguf-q4", "sdnq-uint4"])
-def test_layers_that_see_time_alone(kind: str) -> None:
+def test_layers_that_see_time_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    count_small_layers(monkeypatch)
     pipe = pipeline_with(KINDS[kind](plain_flux()))
     expected = [draw(pipe), draw(pipe, num_inference_steps=3)]
-    with small_layers_count(), attach(pipe, offload=LAYERWISE | {"precompute": True}) as attached:
+    with attach(pipe, offload=LAYERWISE | {"precompute": True}) as attached:
         assert torch.equal(draw(pipe), expected[0])
         assert torch.equal(draw(pipe, num_inference_steps=3), expected[1])
         stats = attached.stats().offload.ahead["transformer"]

@@ -22,9 +22,8 @@ from samovar.parallel import (
 )
 from samovar.parallel.attention import AttentionCall, sdpa
 from samovar.parallel.capture import attention_through, capturing
-from zoo import flux
 
-from . import models, toys
+from . import toys
 from .conftest import OnRanks
 
 TENSORS = torch.randn(3, 1, 2, 4, 8)
@@ -90,29 +89,6 @@ def test_flex_attention_without_a_mask_is_any_attention() -> None:
             )
     torch.testing.assert_close(found, expected)
     assert not seen[0].rare
-
-
-@torch.no_grad()
-def by_backend() -> list[float]:
-    """A model whose attention is flex attention because its user wants it so, by every strategy."""
-    found = []
-    config = flux.FLUX | {"attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
-    model, inputs = models.build("FluxTransformer2DModel", config), models.flux1(4, 3, 5, 7)[1]
-    model.set_attention_backend("flex")
-    bare = models.run(model, inputs)
-    for settings in ({"ulysses_degree": 2}, {"ring_degree": 2}, {"allgather_degree": 2}):
-        with enable_sequence_parallel_for_model(model, SequenceParallelConfig(**settings)) as sharding:
-            found.append(float((models.run(model, inputs) - bare).abs().max()))
-            assert sharding.source == "_cp_plan"
-        assert torch.equal(models.run(model, inputs), bare)
-    model.set_attention_backend("native")  # diffusers makes a model's backend that of the process, too.
-    return found
-
-
-@pytest.mark.slow
-def test_a_backend_of_diffusers_that_is_flex_attention(on_ranks: OnRanks) -> None:
-    for errors in on_ranks(2, by_backend):
-        assert max(errors) <= 1e-5
 
 
 class RareAttention(toys.Attention):

@@ -22,7 +22,7 @@ _FRAMES = """
 
 def add_compare(commands: Any) -> None:
     parser = _add_command(commands, _compare, is_quantised=False)
-    parser.add_argument("--cache", action="append", metavar="SETTING", help=f"{_CACHE_HELP} (auto, forecast)")
+    parser.add_argument("--cache", action="append", metavar="SETTING", help=f"{_CACHE_HELP} (auto, tea_cache)")
     parser.add_argument("--quantization", action="append", metavar="KIND",
                         help="weights to set beside the exact ones: int8, fp8, int4, nf4 or a .gguf file, or "
                         "COMPONENT=KIND,COMPONENT=KIND; may be repeated")  # fmt: skip

@@ -60,14 +60,12 @@ class AttachedStats:
     offload: OffloadStats | None = None
     graphs: Mapping[str, ReplayStats] = field(default_factory=dict)
     """By denoiser: what was replayed."""
-    num_ranks: int = 1
     sharding: Mapping[str, str] = field(default_factory=dict)
     """By denoiser: the source of the plan that splits its sequence. Empty before the first forward."""
 
     def __str__(self) -> str:
         found = {"cache": self.cache, "offload": self.offload} | {f"graphs: {n}": one for n, one in self.graphs.items()}
-        plans = "".join(f"; {name} split by the plan {source}" for name, source in self.sharding.items())
-        found["parallel"] = f"{self.num_ranks} ranks{plans}" if self.num_ranks > 1 else None
+        found |= {f"parallel: {name}": f"split by the plan {source}" for name, source in self.sharding.items()}
         texts = (f"{name}: {stats}".replace("\n", "\n  ") for name, stats in found.items() if stats is not None)
         return "\n".join(texts) or "nothing to report"
 
@@ -137,17 +135,12 @@ class Attached(Handle):
     def _check(self) -> None:
         """All checks and decisions that change nothing."""
         config, features = self.config, self.features
-        for name in features:
-            if any(name in handle.features for handle in _handles(self.pipe)):
-                raise SettingError(
-                    f"This {type(self.pipe).__name__} has {name}= from an earlier attach(). Take that off first with "
-                    "samovar.detach(pipe), or replace it with attach(pipe, ..., replace=True).",
-                    param=name,
-                )
+        _refuse_twice(self.pipe, features)
         self.vaes = find_vaes(self.pipe, self.way)
         if any(name != "offload" and not name.startswith("vae_") for name in features):
             self.denoisers = find_denoisers(self.pipe)
-            self.peers = check_peers(self.denoisers, {*features} - ({"compile"} if not config.compiles else set()))
+            wanted = {*features} if config.compiles else {*features} - {"compile"}
+            self.peers = check_peers(self.denoisers, wanted)
         if config.num_ranks > 1:
             self.mesh = make_mesh(config.parallel)
         if config.cache is not None:
@@ -237,7 +230,6 @@ class Attached(Handle):
             None if self.cache is None else self.cache.stats(),
             None if self.offloaded is None else self.offloaded.stats(),
             {name: hook.stats() for name, hook in self.graphs.items()},
-            self.config.num_ranks,
             {name: sharding.source for name, sharding in found.items() if sharding is not None},
         )
 
@@ -390,4 +382,14 @@ def _check_denoiser(module: torch.nn.Module) -> None:
             f"A {type(bare).__name__} is {'a VAE' if is_vae else 'an encoder'}, which has no steps that a cache could "
             "skip. Attach to the pipeline, or to its denoiser, such as pipe.transformer or pipe.unet.",
             param="cache",
+        )
+
+
+def _refuse_twice(pipe: Any, features: tuple[str, ...]) -> None:
+    there = [name for handle in _handles(pipe) for name in handle.features if name in features]
+    if there:
+        raise SettingError(
+            f"This {type(pipe).__name__} has {there[0]}= from an earlier attach(). Take that off first with "
+            "samovar.detach(pipe), or replace it with attach(pipe, ..., replace=True).",
+            param=there[0],
         )

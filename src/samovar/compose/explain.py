@@ -137,10 +137,7 @@ def _computed_otherwise(attached: Attached) -> Iterator[Feature]:
         settings = f"{len(attached.regions)} blocks ({classes}) by {compiler}"
         yield Feature("compile", settings, "blocks of a class share a graph; all hooks are outside it")
     if attached.vaes:
-        ways = [name for name in attached.features if name.startswith("vae_")]
-        by_plan = " and ".join(name for name in ways if getattr(config, name) is None)
-        why = f"gpu_memory is not enough without {by_plan}" if by_plan else "as the settings say"
-        yield Feature("VAE", f"{', '.join(ways)}: {', '.join(type(vae).__name__ for vae in attached.vaes)}", why)
+        yield _vae(attached)
     if config.attention is not None:
         states = (f"{name}: {hook.state}" for name, hook in attached.attention.items())
         yield Feature("attention", "\n".join((config.attention, *states)), "other kernels for the same attention")
@@ -148,6 +145,13 @@ def _computed_otherwise(attached: Attached) -> Iterator[Feature]:
         lines = (f"{name}: {hook.stats()}" for name, hook in attached.graphs.items())
         why = "computed forwards are replayed as CUDA graphs, with the bits of the model; skipped steps stay outside"
         yield Feature("graphs", "\n".join((f"at most {config.graphs.max_graphs} of each denoiser", *lines)), why)
+
+
+def _vae(attached: Attached) -> Feature:
+    ways = [name for name in attached.features if name.startswith("vae_")]
+    by_plan = " and ".join(name for name in ways if getattr(attached.config, name) is None)
+    why = f"gpu_memory is not enough without {by_plan}" if by_plan else "as the settings say"
+    return Feature("VAE", f"{', '.join(ways)}: {', '.join(type(vae).__name__ for vae in attached.vaes)}", why)
 
 
 def _offload(attached: Attached) -> Feature:
