@@ -379,7 +379,7 @@ def _check_denoiser(module: torch.nn.Module) -> None:
     is_vae = all(callable(getattr(type(bare), name, None)) for name in ("encode", "decode"))
     if (is_vae or not names.keys().isdisjoint(_INPUTS)) and all(role_by_name(name) != "time" for name in names):
         raise SettingError(
-            f"A {type(bare).__name__} is {'a VAE' if is_vae else 'an encoder'}, which has no steps that a cache could "
+            f"{type(bare).__name__} is {'a VAE' if is_vae else 'an encoder'}, which has no steps that a cache could "
             "skip. Attach to the pipeline, or to its denoiser, such as pipe.transformer or pipe.unet.",
             param="cache",
         )

@@ -162,8 +162,8 @@ def _offload(attached: Attached) -> Feature:
     lines += [offloaded.tiers] * plan.offloads_anything
     lines += [f"{name}: {done[name]}" for name in offloaded.time_layers if name in done]
     lines += [f"{name}: not computed ahead: {why}" for name, why in offloaded.not_ahead.items() if why]
-    moves = "weights are on the device only when they are needed"
-    return Feature("offload", "\n".join(map(str, lines)), moves if plan.offloads_anything else "everything fits")
+    moves, stays = "weights are on the device only when they are needed", "the budget holds everything"
+    return Feature("offload", "\n".join(map(str, lines)), moves if plan.offloads_anything else stays)
 
 
 def _cache(attached: Attached) -> Feature:
