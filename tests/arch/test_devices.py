@@ -21,6 +21,13 @@ def test_a_value_that_is_not_a_device_is_refused(device: object) -> None:
     assert refusal.value.param == "device"
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without any")
+@pytest.mark.parametrize("device", ["mps", "xpu"])
+def test_an_accelerator_of_another_kind_is_refused_if_it_is_not_there(device: str) -> None:
+    with pytest.raises(SettingError, match=rf"device='{device}' cannot be used: torch .* finds no GPU here"):
+        read_device(device)
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:2"])
 def test_a_gpu_that_is_not_there_is_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -17,11 +17,19 @@ def read_device(device: str | torch.device | None) -> torch.device:
         raise SettingError(
             f"device={device!r} is not a device. Use 'cuda', 'cuda:1' for the second GPU, or 'cpu'.", param="device"
         ) from error
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        seen = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "no GPU"
+    if found.type not in ("cpu", "meta") and (found.index or 0) >= (count := _count(found.type)):
+        seen = f"{count} GPUs" if count else "no GPU"
         raise SettingError(
             f"device={str(found)!r} cannot be used: torch {torch.__version__} finds {seen} here. Use another one, "
             "or 'cpu'.",
             param="device",
         )
     return found
+
+
+def _count(kind: str) -> int:
+    """Devices of a kind that torch can use."""
+    if kind == "cuda":
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = torch.accelerator.current_accelerator()
+    return torch.accelerator.device_count() if found is not None and found.type == kind else 0
