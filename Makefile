@@ -26,8 +26,8 @@ unit: $(READY)
 # weight begins there, as on some that have more, and all round otherwise. On a processor of another maker than Intel
 # MKL does as it likes.
 # Where bits depend on kernels most; ISA="tests/cache tests/compose tests/hooks tests/offload" is all that promises them.
-ISA ?= tests/cache/test_on_pipelines.py tests/compose/test_matrix.py tests/offload/test_alignment.py \
-	tests/offload/test_apply.py tests/offload/test_moving.py tests/offload/test_weight_groups.py
+ISA ?= tests/cache/test_on_pipelines.py tests/compose/test_matrix.py tests/offload/test_compressed.py \
+	tests/offload/test_device.py tests/offload/test_layout.py tests/offload/test_offload.py
 test-isa: export MKL_ENABLE_INSTRUCTIONS = SSE4_2
 test-isa: export ONEDNN_MAX_CPU_ISA = AVX2
 test-isa: export ATEN_CPU_CAPABILITY = avx2
