@@ -277,10 +277,10 @@ def test_channels_of_an_unbatched_sample_are_no_images() -> None:
     tiny = PIPELINES["z-image"]
     pipe = tiny.build(0)
     exact = tiny.run(pipe, 20, guidance_scale=0.0)
-    backend = Driven(pipe, 0.3)
+    backend = Driven(pipe, 0.1)
     near = tiny.run(pipe, 20, guidance_scale=0.0)
     (stats,) = backend.stats().denoisers.values()
-    assert 0 < stats.computed < 20
+    assert 0 < stats.computed < 12, "the worst of its channels would compute 13"
     assert stats.error is not None
     assert float((near - exact).norm() / exact.norm()) < 3 * max(stats.error, 0.1)
 
