@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from samovar.core.errors import SettingError
 from samovar.graphs import apply_graphs
 from samovar.hooks import HookRegistry
 
@@ -26,10 +24,3 @@ def test_off_again_it_is_what_it_was() -> None:
     assert hook.stats().replayed == 4
     assert [(type(module), set(vars(module))) for module in model.modules()] == before
     assert HookRegistry.get_or_create(model).recorder is None
-
-
-def test_once() -> None:
-    model = torch.nn.Linear(4, 4)
-    with apply_graphs(model), pytest.raises(SettingError, match="has graphs already"):
-        apply_graphs(model)
-    apply_graphs(model).detach()

@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from samovar.core import nested
-from samovar.graphs import GraphsConfig, apply_graphs, recorders
+from samovar.graphs import apply_graphs, recorders
 from samovar.graphs.static_inputs import StaticInputs
 from samovar.hooks import HookOrder, HookRegistry, ModelHook
 
@@ -69,17 +69,6 @@ def x(device: str, seed: int = 0, *shape: int) -> torch.Tensor:
 @torch.no_grad()
 def call(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
-
-
-def test_arguments_of_other_values_are_other_forms(model: Model, device: str) -> None:
-    calls: list[dict[str, Any]] = [{}, {"bias": 1.0}, {"bias": 2.0}, {"extra": {"y": (x(device, 9),)}},
-                                   {"extra": {"y": (x(device, 9).t().contiguous().t(),)}}]  # fmt: skip
-    expected = [call(model, x(device), **more) for more in calls]
-    with apply_graphs(model) as hook:
-        for _ in range(3):
-            found = [call(model, x(device), **more) for more in calls]
-            assert all(map(nested.equal, found, expected))
-    assert hook.stats().recorded == 5
 
 
 def test_modes_and_settings_of_torch_are_other_forms(model: Model, device: str) -> None:
@@ -171,27 +160,6 @@ def test_weights_that_were_replaced_are_not_kept(model: Model, device: str) -> N
         assert not any(weight() is not None for weight in weights)
         call(model, x(device))
         assert hook.stats().recorded == 0, "what cannot come back is dropped"
-
-
-def test_what_is_kept_for_other_adapters_makes_room(model: Model, device: str) -> None:
-    with apply_graphs(model, GraphsConfig(max_graphs=4)) as hook:
-        for scale in (1.0, 2.0, 3.0):
-            model.layers[1].scale = scale
-            for seed in range(4):
-                call(model, x(device, seed))
-        assert hook.stats().recorded == 3
-        replayed = []
-        for length in (3, 4, 5, 6):
-            before = hook.stats().replayed
-            for seed in range(4):
-                call(model, x(device, seed, length, 8))
-            replayed.append(hook.stats().replayed - before)
-        assert replayed == [2, 2, 2, 0]
-        assert hook.stats().recorded == 4
-        assert hook.stats().reasons == ("there are 4 graphs already (max_graphs=4)",)
-        before = hook.stats().replayed
-        call(model, x(device))
-        assert hook.stats().replayed == before + 1, "the one in use is kept"
 
 
 def test_gradients_are_not_lost(model: Model, device: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from samovar.graphs.static_inputs import StaticInputs, Unsuitable, form_of, has_same_bits
+from samovar.graphs.static_inputs import Unsuitable, form_of, has_same_bits
 
 
 @dataclass
@@ -57,20 +57,6 @@ def test_calls_of_other_forms(one: Any, other: Any) -> None:
 def test_what_cannot_be_compared(value: Any) -> None:
     with pytest.raises(Unsuitable):
         form_of([A, value])
-
-
-@pytest.mark.parametrize("form", [
-    lambda t: t.t(), lambda t: t[:, ::2], lambda t: t.expand(4, 2, 3), lambda t: t[:0], lambda t: t.sum(),
-])  # fmt: skip
-def test_a_place_has_the_form_and_takes_the_contents(form: Any) -> None:
-    one, other = form(A), form(B)
-    places = StaticInputs(({"x": [one]},))
-    (place,) = places.given()[0]["x"]
-    assert (place.shape, place.dtype) == (one.shape, one.dtype)
-    assert torch.equal(place, one)
-    places.fill(({"x": [other]},))
-    assert torch.equal(place, other)
-    assert torch.equal(one, form(torch.arange(6.0).reshape(2, 3))), "what was given is left alone"
 
 
 def test_bits_are_compared() -> None:

@@ -185,31 +185,6 @@ def test_a_new_tensor_is_never_mistaken_for_an_old_one_and_branches_are_few() ->
     assert held() is None
 
 
-def test_conditioning_that_is_replaced_begins_a_branch_unless_it_is_named() -> None:
-    for name, count in ((None, 2), ("cond", 1)):
-        calls = Calls(richer)
-        with call_context(branch=name):
-            for index, (sample, time) in enumerate(steps(12)):
-                calls(index < 6 if name is None else name, sample, time, TEXT if index < 6 else OTHER_TEXT, ids=IDS)
-        calls.assert_recognised()
-        assert len(set(calls.names)) == count
-        assert calls.roles("text") == ["conditioning"]
-
-
-@pytest.mark.parametrize("are_joined", [True, False])
-def test_what_remains_when_guidance_ends_is_recognised(are_joined: bool) -> None:
-    calls, both = Calls(usual), torch.cat([OTHER_TEXT, TEXT])
-    for index, (sample, time) in enumerate(steps(16)):
-        if index < 8 and are_joined:
-            calls("both", torch.cat([sample, sample]), time.expand(2), both)
-        elif index < 8:
-            calls("uncond", sample, time, OTHER_TEXT)
-        if index >= 8 or not are_joined:
-            calls("cond", sample, time, TEXT)
-    calls.assert_recognised()
-    assert calls.hook.trouble() is None
-
-
 # ------------------------------------------------------------------------------------------------ names and roles
 
 
@@ -253,17 +228,6 @@ def test_residuals_are_known_by_name_or_learned_of_a_named_branch() -> None:
         calls.assert_recognised()
         more = PATHS.get(forward, ("controlnet_block_samples" if forward is controlled else "more",))[0]
         assert calls.roles(f"{more}.0", f"{more}.1", "text") == ["residual", "residual", "conditioning"]
-
-
-def test_what_is_called_a_time_and_never_changes_is_conditioning() -> None:
-    def forward(self: Any, sample: Any, timestep: Any, timestep_cond: Any, text: Any) -> Any:
-        return sample
-
-    calls = Calls(forward)
-    for sample, time in steps():
-        calls("one", sample, time, torch.ones(1, 8), TEXT)
-    calls.assert_recognised()
-    assert calls.roles("timestep", "timestep_cond") == ["time", "conditioning"]
 
 
 def test_hints_and_paths() -> None:

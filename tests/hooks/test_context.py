@@ -13,7 +13,6 @@ import torch
 import torch._dynamo
 
 import zoo
-from pipelines import tiny_flux_pipeline
 from samovar.hooks import BaseState, CallContext, HookRegistry, ModelHook, StateManager, call_context, current_context
 
 
@@ -101,18 +100,6 @@ def test_a_wrapped_model_passes_its_branch_on(wrap: str) -> None:
     torch._dynamo.reset()
 
 
-def test_a_pipeline_that_names_its_branches_has_a_state_for_each() -> None:
-    pipe = tiny_flux_pipeline()
-    outer, block = Watch(), Watch()
-    HookRegistry.get_or_create(pipe.transformer).register_hook("watch", outer)
-    HookRegistry.get_or_create(pipe.transformer.transformer_blocks[0]).register_hook("watch", block)
-    call = {"height": 16, "width": 16, "num_inference_steps": 2, "output_type": "latent", "max_sequence_length": 8}
-    pipe("a cat", negative_prompt="a dog", true_cfg_scale=2.0, **call)
-    expected = [CallContext(None, "cond"), CallContext(None, "uncond")] * 2
-    assert outer.seen == block.seen == expected
-    assert {key: state.value for key, state in block.states.states().items()} == dict.fromkeys(expected, 2)
-
-
 def test_states_are_kept_by_request_and_branch() -> None:
     manager = StateManager(Count, start=10)
     found = {CallContext(): manager.get_state()}
@@ -129,20 +116,6 @@ def test_states_are_kept_by_request_and_branch() -> None:
     manager.reset()
     assert manager.states() == {}
     assert {state.value for state in found.values()} == {10}
-
-
-def test_a_branch_can_be_named_by_hand() -> None:
-    manager = StateManager(Count)
-    manager.set_context("cond")
-    named = manager.get_state()
-    for branch in ("cond", "uncond"):
-        with call_context(branch=branch):
-            assert manager.get_state() is named, "by hand wins"
-    manager.set_context(None)
-    assert manager.get_state() is not named
-    manager.set_context("cond")
-    manager.reset()
-    assert manager.context == CallContext()
 
 
 def test_states_do_not_fill_the_memory_and_one_that_is_stuck_keeps_no_other() -> None:

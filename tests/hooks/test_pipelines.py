@@ -288,25 +288,6 @@ def test_hooks_start_in_order_and_end_in_reverse_whichever_fails(fails: str, exp
     assert current_run() is None
 
 
-def test_a_module_pipeline_keeps_its_other_hooks_and_may_be_reset() -> None:
-    class Plus(ModelHook):
-        def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-            return output + 1
-
-    pipe, watch = ModulePipeline(), Watch()
-    before, registry = footprint(pipe), HookRegistry.get_or_create(pipe)
-    registry.register_hook("plus", Plus())
-    handle = hook_pipeline(pipe, "watch", watch)
-    assert pipe(lambda: 1) == pipe.forward(lambda: 1) == 2
-    assert type(copy.deepcopy(pipe)) is ModulePipeline
-    registry.reset()
-    assert footprint(pipe) == before
-    with hook_pipeline(pipe, "other", watch):
-        handle.detach()
-        pipe(current_run)
-    assert watch.names == ["start", "end"] * 3
-
-
 # ------------------------------------------------------------------------------------------------ where a run is
 
 COUNTING: dict[str, Callable[[], Any]] = {

@@ -97,26 +97,6 @@ def test_the_order_is_that_of_classes_and_names_with_the_override_innermost() ->
     assert registry.hooks(HookOrder.OTHER) == {"e": hooks["e"], "a": hooks["a"]}
 
 
-def test_every_way_to_call_goes_through_the_hooks_once() -> None:
-    module, registry = hooked(one=Around("1"), nothing=ModelHook())
-    assert module("") == module.forward("") == registry.dispatch("") == "1ECHO1"
-    assert module("", suffix="!") == module.forward("", suffix="!") == "1!1"
-
-
-def test_a_bypassed_call_is_seen_by_no_other_hook() -> None:
-    class Cached(ModelHook):
-        answer: Any = NOT_BYPASSED
-
-        def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return self.answer
-
-    cached = Cached()
-    module, _ = hooked(z=cached, one=Around("1"), o=Override("2"))
-    assert module("") == "12OVERRIDE21"
-    for cached.answer in ("CACHED", None):
-        assert module("") is module.forward("") is cached.answer
-
-
 def test_calls_that_meet_run_what_is_inside_the_cache_once() -> None:
     class Twice(ModelHook):
         """Goes on with another argument, as one does who has the arguments of two calls."""
@@ -197,24 +177,6 @@ def test_replacing_warns_and_ends_the_old_hook_before_the_new_begins() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ the end
-
-
-@pytest.mark.parametrize("way", ["remove_hook", "reset"])
-def test_without_hooks_nothing_is_left_and_the_registry_stays_usable(way: str) -> None:
-    module, before = Echo(), dict(vars(Echo()))
-    registry, noting = HookRegistry.get_or_create(module), Noting()
-    registry.register_hook("noting", noting)
-    registry.register_hook("one", Around("1"))
-    registry.reset_hook("noting")
-    if way == "reset":
-        registry.reset()
-    for name in ("noting", "noting", "one"):
-        registry.remove_hook(name)
-        registry.reset_hook("noting")
-    assert noting.events == ["begins", "forgets", *(["forgets"] if way == "reset" else []), "ends"]
-    assert (vars(module).keys(), type(module), module("")) == (before.keys(), Echo, "ECHO")
-    registry.register_hook("3", Around("3"))
-    assert module("") == "3ECHO3"
 
 
 def test_one_registry_a_module_as_long_as_it_lives() -> None:
