@@ -199,8 +199,8 @@ class AutoConfig(Settings, param="cache"):
     tolerance: float | str = setting(
         "high",
         TOLERANCE,
-        'How far the skipped steps of a gap may take the sample off its way, relative to its size: "exact" (0, '
-        'computes every step), "high" (0.02), "fast" (0.06), or a number.',
+        'Maximum error of the sample by the skipped steps of one gap, relative to its size: "exact" (0, computes '
+        'every step), "high" (0.02), "fast" (0.06), or a number.',
     )
 
     scheduled_steps: ClassVar[None] = None

@@ -113,8 +113,8 @@ class Path:
 def worst_drifts(
     products: np.ndarray, control: ErrorControl, forecasts: Sequence[Weights], response: float | None = None
 ) -> list[float]:
-    """How far each forecast, in place of the last computed step, would have moved the worst image off its way, relative
-    to its size. `response`: what the sampler does with an output, where that cannot be seen."""
+    """The relative error of the worst image that each forecast would have caused in place of the last computed step.
+    `response`: what the sampler does with an output, where that cannot be seen."""
     gram = products.astype(np.float64)
     known = [step.index for step in control.computed]
     num_branches = (gram.shape[1] - _OUTPUTS) // len(known)

@@ -23,11 +23,11 @@ class StepRecord(NamedTuple):
     computed: bool
     reason: str
     distance: float | None = None
-    """Relative change of the signal since the step before, if measured. With the cache "auto", how far a forecast in
-    place of the last computed step would have taken the sample off its way, a step."""
+    """Relative change of the signal since the step before, if measured. With the cache "auto", the error of
+    the sample, per step, if a forecast had taken the place of the last computed step."""
     accumulated: float | None = None
-    """Sum of the rescaled changes since the last computed step, including this one. With the cache "auto", how far all
-    skipped steps so far may have taken the sample off its way."""
+    """Sum of the rescaled changes since the last computed step, including this one. With the cache "auto", the
+    estimated error of all skipped steps so far."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -91,7 +91,7 @@ class CacheStats:
 
     @property
     def error(self) -> float | None:
-        """How far the skipped steps may have taken the worst image off its way, relative to its size, if known."""
+        """Estimated relative error of the worst image by all skipped steps, if known."""
         last = [record.accumulated or 0.0 for branch in self.branches.values() for record in branch.steps[-1:]]
         return max(last, default=0.0) if self.judges_error else None
 

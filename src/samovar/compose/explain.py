@@ -125,7 +125,7 @@ def _features(attached: Attached) -> Iterator[Feature]:
     if attached.offloaded is not None:
         yield _offload(attached)
     for peer in attached.peers:
-        yield Feature(peer.name, f"on {peer.where}", "was there before and stays: it works inside our hooks")
+        yield Feature(peer.name, f"on {peer.where}", "pre-existing, and compatible: it works inside our hooks")
 
 
 def _computed_otherwise(attached: Attached) -> Iterator[Feature]:

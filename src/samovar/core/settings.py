@@ -256,7 +256,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 _MAX_WITHOUT_UNIT = 1024
 """A whole number from 1 to this is a size whose unit was forgotten."""
 TOLERANCES: Mapping[str, float] = {"exact": 0.0, "high": 0.02, "fast": 0.06}
-"""How far the skipped steps of a gap may take the sample off its way, relative to its size."""
+"""Maximum relative error of the sample by the skipped steps of one gap."""
 
 
 def _read_size(value: Any) -> int:

@@ -426,7 +426,7 @@ class TimeLayers:
         self.stats.surprises += 1
         self._surprises += 1
         if self._surprises >= _MAX_SURPRISES:
-            self.problem = "what layers are given was foreseen wrongly time and again"
+            self.problem = "the inputs of layers were not those expected, repeatedly"
 
     def _look_up(self, forward: _Forward) -> None:
         """Find what was computed for a call of the model, or compute it now for this step and those to come."""

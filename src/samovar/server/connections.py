@@ -95,7 +95,7 @@ class Connection(H11Protocol):
         if victim is not None:
             victim.transport.abort()
         if time.monotonic() - Connection._last_log >= _LOG_S:  # It must not fill a disk.
-            log.warning("too many connections: those that wait are closed, the most silent first (--max-connections)")
+            log.warning("too many connections: those that wait are closed, the longest idle first (--max-connections)")
             Connection._last_log = time.monotonic()
 
 

@@ -7,7 +7,7 @@ from .errors import ApiError
 _PART_OVERHEAD = 64
 """Of each piece of a body, however short."""
 _SMALL_BODY = 2**21
-"""Unfinished forms of many megabytes keep none out that is smaller."""
+"""Bodies up to this size have room of their own, which larger ones do not take."""
 
 
 class Ledger:
