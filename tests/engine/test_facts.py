@@ -223,12 +223,6 @@ def test_sizes_are_multiples_of_a_token(config: dict[str, Any], extra: dict[str,
     assert facts_of(pipeline, Params()).multiple == multiple
 
 
-def test_guidance_without_effect_is_noted_if_it_is_asked_for() -> None:
-    facts = replace(TEXT, takes=TAKES | {"guidance_scale"}, ignores_guidance=True, defaults=Params(guidance_scale=2.0))
-    assert facts.check(ask()).notes == ()
-    assert "guidance_scale has no effect" in facts.check(ask(guidance_scale=3.0)).notes[0]
-
-
 def test_a_schedule_is_for_one_number_of_steps() -> None:
     facts = replace(TEXT, defaults=Params(num_inference_steps=10), scheduled_steps=10)
     facts.check(ask())

@@ -15,7 +15,6 @@ import torch
 from asking import ask, pixels, result_of, worker_of
 from PIL import Image
 
-from pipelines import tiny_flux_pipeline
 from samovar import OmniDiffusionSamplingParams
 from samovar.core.errors import (
     CancelledRequestError,
@@ -58,18 +57,6 @@ def test_a_seed_gives_the_same_image_alone_and_among_others(tiny: Worker) -> Non
     assert not np.array_equal(pixels(several, 0), pixels(several, 1))
     drawn = result_of(tiny.make(ask(seed=None)))
     assert np.array_equal(pixels(drawn), pixels(tiny.make(ask(seed=drawn.seeds[0]))))
-
-
-def test_a_loaded_pipeline_gives_its_own_bits_and_is_what_it_was_after() -> None:
-    pipe = tiny_flux_pipeline()
-    call: dict[str, Any] = {"height": 16, "width": 32, "num_inference_steps": 5, "max_sequence_length": 8}
-    bare = np.asarray(pipe("a cat", generator=torch.Generator().manual_seed(3), **call).images[0])
-    before = set(vars(pipe.transformer)), set(vars(pipe)), type(pipe)
-    worker = worker_of(pipe=pipe, cache="auto", max_batch=2)
-    assert worker.facts.defaults == OmniDiffusionSamplingParams(), "those of the pipeline"
-    assert np.array_equal(pixels(worker.make(ask(**call, how={"exact": True}))), bare)
-    worker.close()
-    assert (set(vars(pipe.transformer)), set(vars(pipe)), type(pipe)) == before
 
 
 def test_what_a_pipeline_draws_without_its_generator_follows_the_seed() -> None:

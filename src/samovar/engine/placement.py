@@ -29,36 +29,6 @@ def place_replicas(
     """
     if not gpus and (replicas in (None, 1) or device.type != "cuda"):
         return ((),) * (replicas or 1)
-    _check_device(gpus, device, num_gpus)
-    count = replicas or max(1, len(gpus) // num_ranks)
-    needed, each = count * num_ranks, f" of {num_ranks} ranks" if num_ranks > 1 else ""
-    if not gpus and needed > num_gpus:
-        raise SettingError(
-            f"replicas={count}{each} need {needed} GPUs, and this machine has {num_gpus}. Give fewer; or, if several "
-            "fit on one GPU, name it more than once in devices, such as '0,0', and limit gpu_memory.",
-            param="replicas",
-        )
-    gpus = gpus or range(needed)
-    if len(gpus) != needed:
-        asked = f"replicas={count}{each}" if replicas else f"{num_ranks} ranks a replica"
-        raise SettingError(
-            f"devices names {len(gpus)} GPUs ({', '.join(map(str, gpus))}), and {asked} need "
-            f"{needed if replicas else f'a multiple of {num_ranks}'}. Name as many, or change "
-            f"{'replicas' if replicas else 'parallel'}.",
-            param="devices",
-        )
-    groups = tuple(tuple(gpus[start : start + num_ranks]) for start in range(0, needed, num_ranks))
-    for group in groups:
-        if len(set(group)) < num_ranks:
-            raise SettingError(
-                f"devices gives the ranks of one replica the GPUs {', '.join(map(str, group))}, and each rank needs "
-                f"one of its own. A replica has {num_ranks} neighbours of the list: order it so that they differ.",
-                param="devices",
-            )
-    return groups
-
-
-def _check_device(gpus: Sequence[int], device: torch.device, num_gpus: int) -> None:
     if device.type != "cuda":
         raise SettingError(
             f"devices names GPUs ({', '.join(map(str, gpus))}), and the device is {str(device)!r}. Leave it out, and "
@@ -70,10 +40,28 @@ def _check_device(gpus: Sequence[int], device: torch.device, num_gpus: int) -> N
             f"device={str(device)!r} names one GPU, and devices or replicas choose others. Leave out device.",
             param="device",
         )
-    missing = [str(gpu) for gpu in gpus if gpu >= num_gpus]
-    if missing:
+    count = replicas or max(1, len(gpus) // num_ranks)
+    needed = count * num_ranks
+    gpus = gpus or range(needed)
+    if missing := ", ".join(str(gpu) for gpu in gpus if gpu >= num_gpus):
         raise SettingError(
-            f"devices names GPU {', '.join(missing)}, and torch finds {num_gpus} here, from 0 to {num_gpus - 1}. "
-            "CUDA_VISIBLE_DEVICES, if it is set, says which.",
+            f"{count} replicas of {num_ranks} ranks would take GPU {missing} too, and torch finds {num_gpus} here, 0 "
+            f"to {num_gpus - 1}. CUDA_VISIBLE_DEVICES, if it is set, says which. Name others; or, if several workers "
+            "fit on one GPU, name it more than once in devices, such as '0,0', and limit gpu_memory.",
             param="devices",
         )
+    if len(gpus) != needed:
+        raise SettingError(
+            f"devices names {len(gpus)} GPUs ({', '.join(map(str, gpus))}), and {count} replicas of {num_ranks} ranks "
+            f"take {needed}. Name as many, or change replicas or parallel.",
+            param="devices",
+        )
+    groups = tuple(tuple(gpus[start : start + num_ranks]) for start in range(0, needed, num_ranks))
+    for group in groups:
+        if len(set(group)) < num_ranks:
+            raise SettingError(
+                f"devices gives the ranks of one replica the GPUs {', '.join(map(str, group))}, and each rank needs "
+                f"one of its own. A replica has {num_ranks} neighbours of the list: order it so that they differ.",
+                param="devices",
+            )
+    return groups
