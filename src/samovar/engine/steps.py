@@ -38,15 +38,22 @@ class StepWatch:
         self.no_preview = f"{type(pipeline).__name__} does not show its latents between steps"
         """Why there was no preview, if there was none."""
         self._run = Run(pipeline, None)
+        self._loop: Any = object()
+        self._leader: Any = None
         self._step = self._total = 0
         self._began = time.perf_counter()
         self._counts = 0, 0
         """The forwards that were computed, and that were skipped."""
 
-    def end_step(self, latents: Any, before: Any) -> None:
-        """A step has ended with these latents, which it began with those `before`."""
+    def end_step(self, scheduler: Any, latents: Any, before: Any) -> None:
+        """A scheduler has ended a step with these latents, which it began with those `before`. Of several that take
+        turns, as for a video and its sound, the first one counts."""
+        if (loop := self._run.loop()) is not self._loop:  # Some pipelines have several, one after the other.
+            self._loop, self._leader, self._step, self._total = loop, scheduler, 0, self._num_steps()
+        if scheduler is not self._leader:
+            return
         self._step += 1
-        self._total = max(self._total or self._num_steps(), self._step)
+        self._total = max(self._total, self._step)
         if not bool(torch.isfinite(latents).all()):  # This waits for the device.
             raise self._nan_error()
         seconds, count = time.perf_counter() - self._began, self._request.num_images
@@ -95,7 +102,7 @@ class StepWatch:
         params, arguments = self._request.params, (self._request.arguments or {}).values()
         height, width = next((value.size[::-1] for value in arguments if isinstance(value, Image)), self._size)
         try:
-            clean = predict_clean(self.pipeline.scheduler, before, latents)
+            clean = predict_clean(self._leader, before, latents)
             image = decode_latents(self.pipeline, clean[:1], (params.height or height, params.width or width))
         except NoPreview as error:
             self.no_preview = str(error)
@@ -112,24 +119,34 @@ def preview_steps(num_previews: int, num_steps: int) -> set[int]:
 
 @contextlib.contextmanager
 def follow_steps(watch: StepWatch) -> Iterator[None]:
-    """Let a watch see each step of its pipeline's scheduler inside. Copies that a pipeline makes of the scheduler, as
-    for the sound of a video, are not followed."""
+    """Let a watch see each step of its pipeline's scheduler inside."""
     watch.check_cancelled()
-    scheduler: Any = getattr(watch.pipeline, "scheduler", None)
-    own: Any = type(scheduler)
-    if not hasattr(own, "step"):
+    scheduler = getattr(watch.pipeline, "scheduler", None)
+    if not hasattr(scheduler, "step"):
         yield
         return
-
-    @functools.wraps(own.step)
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = own.step(self, *args, **kwargs)
-        if self is scheduler:
-            watch.end_step(output[0], kwargs["sample"] if "sample" in kwargs else args[2])
-        return output
-
-    scheduler.__class__ = type(own.__name__, (own,), {"step": step})
+    before = {name: value for name, value in vars(scheduler).items() if name == "step"}
+    vars(scheduler)["step"] = _FollowedStep(scheduler, watch)
     try:
         yield
     finally:
-        scheduler.__class__ = own
+        del vars(scheduler)["step"]
+        vars(scheduler).update(before)
+
+
+class _FollowedStep:
+    """The step of a scheduler that a watch follows. It has the signature of the scheduler's own, which pipelines look
+    at. Copies that a pipeline makes of the scheduler are followed, too."""
+
+    def __init__(self, scheduler: Any, watch: StepWatch) -> None:
+        functools.update_wrapper(self, scheduler.step)
+        self._scheduler, self._own, self._watch = scheduler, scheduler.step, watch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._own(*args, **kwargs)
+        self._watch.end_step(self._scheduler, output[0], kwargs["sample"] if "sample" in kwargs else args[2])
+        return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._scheduler))
+        return self if copied is None else _FollowedStep(copied, self._watch)
