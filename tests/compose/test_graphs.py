@@ -49,22 +49,14 @@ def masks(attached: Any) -> list[str]:
 
 
 COMBINED = [
-    *(("flux", cache) for cache in CACHES), *(("qwen-image", cache) for cache in ("signal", "auto")),
-    *(("sd3", cache) for cache in ("none", "signal", "outputs")), *(("wan", cache) for cache in ("signal", "outputs")),
-    ("flux-controlnet", "signal"), ("z-image", "schedule"), ("ltx", "signal"), ("flux2-klein", "none"),
-]  # fmt: skip
-AT_ONCE = (*(("flux", cache) for cache in CACHES), ("sd3", "signal"), ("wan", "signal"))
+    *(("flux", cache) for cache in CACHES),
+    *((name, "signal") for name in ("qwen-image", "sd3", "wan", "flux-controlnet", "ltx")),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("z-image", "schedule"), ("flux2-klein", "none"))),
+]
 
 
-def on_devices() -> Iterator[Any]:
-    for name, cache in COMBINED:
-        is_fast = (name, cache) in AT_ONCE or name in ("qwen-image", "flux-controlnet", "ltx")
-        yield pytest.param(name, cache, "cpu", id=f"{name}-{cache}", marks=[] if is_fast else [pytest.mark.slow])
-        marks = [pytest.mark.gpu] if (name, cache) in AT_ONCE else [pytest.mark.gpu, pytest.mark.slow]
-        yield pytest.param(name, cache, "cuda", id=f"{name}-{cache}-cuda", marks=marks)
-
-
-@pytest.mark.parametrize(("name", "cache", "device"), list(on_devices()))
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("name", "cache"), COMBINED)
 def test_bits_of_the_same_run_without_graphs(name: str, cache: str, device: str) -> None:
     tiny, pipe = built(name, device)
     tiny.run(pipe, 1)
