@@ -136,7 +136,8 @@ class Attached(Handle):
         """All checks and decisions that change nothing."""
         config, features = self.config, self.features
         _refuse_twice(self.pipe, features)
-        self.vaes = find_vaes(self.pipe, self.way)
+        if any(self.way):
+            self.vaes = find_vaes(self.pipe, self.way)
         if any(name != "offload" and not name.startswith("vae_") for name in features):
             self.denoisers = find_denoisers(self.pipe)
             wanted = {*features} if config.compiles else {*features} - {"compile"}
@@ -156,15 +157,14 @@ class Attached(Handle):
 
     def _planned(self, offload: OffloadConfig) -> Offloaded:
         """An offload; where no plan is within the budget, one for VAEs that decode in parts, if they may."""
-        refused = None
-        for way in self.way.smaller(self.config.vae_tiling, self.config.vae_slicing):
+        refused, vaes = None, find_vaes(self.pipe, self.way)
+        for way in self.way.smaller(vaes, self.config.vae_tiling, self.config.vae_slicing):
             try:
-                vaes = find_vaes(self.pipe, way)
                 with divide_vaes(vaes, way._replace(channels_last=False)):
                     planned = prepare_offload(self.pipe, offload)
             except SettingError as error:
                 refused = refused or error
-                if error.param not in ("gpu_memory", "vae_tiling", "vae_slicing"):
+                if error.param != "gpu_memory":
                     raise
             else:
                 if way is not self.way:

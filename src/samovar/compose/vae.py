@@ -14,8 +14,6 @@ from ..core.errors import SettingError
 from ..core.tensor_parts import is_plain
 from .config import AttachConfig
 
-_METHODS = {"tiling": "enable_tiling", "slicing": "enable_slicing"}
-"""Of the VAEs of diffusers, for each way."""
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _TILES_ONLY = ("AutoencoderKLAllegro",)
 """VAEs that refuse to decode otherwise, when all steps are done."""
@@ -28,19 +26,26 @@ class Way(NamedTuple):
     slicing: bool = False
     channels_last: bool = False
 
-    def smaller(self, may_tile: bool | None, may_slice: bool | None) -> Iterator[Way]:
-        """This one, and those that need less memory: first those that make the same images. None: it may."""
+    def smaller(self, vaes: Sequence[Any], may_tile: bool | None, may_slice: bool | None) -> Iterator[Way]:
+        """This one, and those that need less memory, as far as these VAEs can: first those that make the same images.
+        None: it may."""
         yield self
-        if may_slice is None:
-            yield self._replace(slicing=True)
-        if may_tile is None:
-            yield self._replace(tiling=True, slicing=self.slicing or may_slice is None)
+        slices = self._replace(slicing=self.slicing or (may_slice is None and _can(vaes, "slicing")))
+        if slices != self:
+            yield slices
+        if may_tile is None and _can(vaes, "tiling"):
+            yield slices._replace(tiling=True)
 
     @property
     def chosen(self) -> str:
         """What it does to save memory, in words."""
-        names = [name for name in _METHODS if getattr(self, name)]
-        return f"VAEs decode with {' and '.join(f'vae_{name}' for name in names)}"
+        parts = " and ".join(f"vae_{name}" for name in ("tiling", "slicing") if getattr(self, name))
+        return f"VAEs decode with {parts}"
+
+
+def _can(vaes: Sequence[Any], name: str) -> bool:
+    """Whether one of these VAEs can do this. Those of diffusers have a switch for what they can."""
+    return any(name == "channels_last" or hasattr(vae, f"use_{name}") for vae in vaes)
 
 
 def tiled_if_needed(pipe: Any, config: AttachConfig) -> AttachConfig:
@@ -51,10 +56,10 @@ def tiled_if_needed(pipe: Any, config: AttachConfig) -> AttachConfig:
 
 
 def find_vaes(pipe: Any, way: Way) -> list[torch.nn.Module]:
-    """The VAEs of a pipeline that can do what is asked for. Refused if none can."""
-    vaes = [] if isinstance(pipe, torch.nn.Module) or not any(way) else ModuleDiscovery.discover(pipe).vaes
+    """The VAEs of a pipeline. Refused if none can do what is asked for."""
+    vaes = [] if isinstance(pipe, torch.nn.Module) else ModuleDiscovery.discover(pipe).vaes
     for name, is_wanted in way._asdict().items():
-        if is_wanted and not any(hasattr(vae, _METHODS.get(name, "to")) for vae in vaes):
+        if is_wanted and not _can(vaes, name):
             found = ", ".join(type(vae).__name__ for vae in vaes) or "none"
             raise SettingError(f"vae_{name}=True, and no VAE here can do that (found: {found}).", param=f"vae_{name}")
     return vaes
@@ -63,14 +68,11 @@ def find_vaes(pipe: Any, way: Way) -> list[torch.nn.Module]:
 def divide_vaes(vaes: Sequence[Any], way: Way) -> contextlib.ExitStack:
     """Have them decode in that way; closing what is returned restores them."""
     with contextlib.ExitStack() as undo:
-        for vae in vaes:
+        for vae in vaes if any(way) else ():
             undo.callback(_restore, vae, dict(vars(vae)))
-            for name, method in _METHODS.items():
-                if getattr(way, name) and hasattr(vae, method):
-                    try:
-                        getattr(vae, method)()
-                    except NotImplementedError as error:
-                        raise SettingError(f"vae_{name}=True: {error}", param=f"vae_{name}") from error
+            for name in ("tiling", "slicing"):
+                if getattr(way, name) and _can([vae], name):
+                    getattr(vae, f"enable_{name}")()
             if way.channels_last:
                 weights = [weight for weight in vae.parameters() if weight.dim() in _LAST and is_plain(weight)]
                 undo.callback(_lay_out, weights, last=False)

@@ -112,14 +112,9 @@ def _rungs(
     vaes = [part.module for part in parts.values() if part.role == "vae" and part.module is not None]
     may = (None, None) if attached is None else (attached.vae_tiling, attached.vae_slicing)
     way, found = Way(*map(bool, may)), list[tuple[list[Rung], Way]]()
-    for each in way.smaller(*may) if vaes else (way,):
-        try:
-            with divide_vaes(vaes, each):
-                seen = read_activations(source, parts, RequestSize(**size))
-        except SettingError as error:
-            if not found or error.param not in ("vae_tiling", "vae_slicing"):
-                raise
-            continue
+    for each in way.smaller(vaes, *may):
+        with divide_vaes(vaes, each):
+            seen = read_activations(source, parts, RequestSize(**size))
         ladder = Ladder(parts, seen, config)
         rungs = [ladder.rung(name) for name in names if name == EXACT or ladder.changes(KINDS[name])]
         found.append((rungs, each))
