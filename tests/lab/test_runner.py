@@ -91,8 +91,9 @@ def test_images_and_counts_are_the_same_however_the_model_is_loaded(folder: str)
     params = OmniDiffusionSamplingParams(num_inference_steps=8, **PARAMS)
     methods = [EXACT, cached("auto", {}), cached("tea_cache", {"schedule": "##.#.#.#"})]
     layers_ahead = {"offload": {"mode": "layerwise", "precompute": True}}
+    in_turns = {"offload": {"mode": "auto", "activations": 2**20}, "gpu_memory": 2**20 + 200 * 1024}
     expected: list[Made] = []
-    for engine in ({}, layers_ahead, {"gpu_memory": "46MiB"}, {"compile": "eager"}):
+    for engine in ({}, layers_ahead, in_turns, {"compile": "eager"}):
         runner = Runner(folder, params, batch=2, device="cpu", **engine)  # type: ignore[arg-type]
         found = [made(runner, method, TASKS[:2]) for method in methods]
         runner.close()
