@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from samovar.arch import Coverage, coverage, find_anatomy
-from samovar.arch.blocks import Anatomy, BlockStack
+from samovar.arch.blocks import BlockStack
 
 Linear, Norm, ModuleList = torch.nn.Linear, torch.nn.LayerNorm, torch.nn.ModuleList
 
@@ -54,10 +54,6 @@ def model_of(**lists: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def at(anatomy: Anatomy, path: str) -> BlockStack:
-    return next(stack for stack in anatomy.stacks if stack.path == path)
-
-
 def paths(model: torch.nn.Module) -> list[str]:
     return [stack.path for stack in find_anatomy(model).stacks]
 
@@ -76,90 +72,78 @@ Rest = list_of(Single, 6)
 """The stack of the model that other lists stand beside."""
 
 
-@pytest.mark.parametrize("cls", [Block, Single])
-def test_blocks_are_told_by_their_build_whatever_they_are_called(cls: type[torch.nn.Module]) -> None:
-    assert paths(model_of(things=list_of(cls), ballast=Linear(1000, 10))) == ["things"]
+def stages(*widths: int) -> ModuleList:
+    """Blocks of one width in each stage, and stages of classes of their own."""
+    block = {
+        width: built_of(norm=Norm(width), qkv=Linear(width, 3 * width), out=Linear(width, width)) for width in widths
+    }
+    return ModuleList(type("Stage", (built_of(blocks=list_of(block[w]), norm=Norm(w)),), {})() for w in widths)
+
+
+Dict, Sequential = torch.nn.ModuleDict, torch.nn.Sequential
+First, Last = built_of(norm=Norm(8), a=Linear(8, 8), b=Linear(8, 8)), built_of(n=Norm(8), q=Linear(8, 8))
+Sparse = built_of(norm=Norm(8), attention=Linear(8, 24), out=Linear(8, 8), experts=list_of(FeedForward, 8))
+Halved = built_of(norm=Norm(8), parts=ModuleList([Single(), Single()]))
+Twin = built_of(embed=Linear(4, 8), layers=list_of(Single, 3), out=Linear(8, 4))
+BALLAST = Linear(1000, 10)
+
+STACKS: dict[str, tuple[dict[str, torch.nn.Module], list[str]]] = {
+    "blocks of any name": ({"things": list_of(Block), "ballast": BALLAST}, ["things"]),
+    "attention and feed-forward in two maps": ({"things": list_of(Single), "ballast": BALLAST}, ["things"]),
+    "most of the weights": ({"layers": list_of(FeedForward, 4), "head": Linear(8, 8)}, ["layers"]),
+    "little of the weights": ({"layers": list_of(FeedForward, 4), "head": Linear(8, 1000)}, []),
+    "never back to its width": ({"layers": list_of(Modulation, 4)}, []),
+    "experts belong to their block": ({"layers": list_of(Sparse, 4)}, ["layers"]),
+    "two halves of a block": ({"layers": list_of(Halved, 4)}, ["layers"]),
+    "a dictionary": ({"blocks": Dict({"first": Single(), "second": Single()})}, ["blocks"]),
+    "a sequence": ({"blocks": Sequential(Single(), Single(), Single())}, ["blocks"]),
+    "an MLP": ({"time": Sequential(Linear(8, 8), torch.nn.SiLU(), Linear(8, 8)), "blocks": Rest}, ["blocks"]),
+    "another one first": ({"blocks": ModuleList([First(), Single(), Single(), Single()])}, ["blocks"]),
+    "half of them alike": ({"blocks": ModuleList([First(), Single()])}, []),
+    "not all are blocks": ({"blocks": ModuleList([Single(), Single(), Last()]), "ballast": BALLAST}, []),
+    "a single one": ({"blocks": list_of(Single, 1)}, []),
+    "stages that get wider": ({"stages": stages(5, 7, 11)}, [f"stages.{i}.blocks" for i in range(3)]),
+    "transformers side by side": ({"twins": list_of(Twin)}, ["twins.0.layers", "twins.1.layers"]),
+    "lists by name": ({"modes": Dict({"a": list_of(Single), "b": list_of(Single)})}, ["modes.a", "modes.b"]),
+    "deep inside": ({"deep": model_of(layers=list_of(Single))}, ["deep.layers"]),
+    "nothing": ({"linear": Linear(2, 2)}, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_stacks_are_recognised_by_how_their_members_are_built(name: str) -> None:
+    lists, expected = STACKS[name]
+    assert paths(model_of(**lists)) == expected
 
 
 @pytest.mark.parametrize("cls", [Modulation, FeedForward, Projection, FinalLayer, Resnet, ConvNext, Norm])
 def test_other_lists_are_no_stacks(cls: Any) -> None:
     extras = ModuleList(cls(8) if cls is Norm else cls() for _ in range(6))
     assert paths(model_of(blocks=Rest, extras=extras)) == ["blocks"]
-    assert paths(model_of(extras=torch.nn.ModuleDict({"a": extras[0], "b": extras[1]}), blocks=Rest)) == ["blocks"]
-
-
-def test_where_nothing_shows_the_list_that_holds_most_of_the_weights_is_the_stack() -> None:
-    unclear = list_of(FeedForward, 4)
-    assert paths(model_of(layers=unclear, head=Linear(8, 8))) == ["layers"]
-    assert paths(model_of(layers=unclear, head=Linear(8, 1000))) == []
-    assert paths(model_of(layers=list_of(Modulation, 4))) == [], "what never returns to its width cannot be repeated"
-
-
-def test_experts_within_a_block_belong_to_it() -> None:
-    experts = list_of(FeedForward, 8)
-    sparse = built_of(norm=Norm(8), attention=Linear(8, 24), out=Linear(8, 8), experts=experts)
-    assert paths(model_of(layers=list_of(sparse, 4))) == ["layers"]
-    parts = ModuleList([Single(), Single()])  # Nearly all of a block's weights in two modules of one class.
-    assert paths(model_of(layers=list_of(built_of(norm=Norm(8), parts=parts), 4))) == ["layers"]
-
-
-def test_lists_may_be_dictionaries_and_sequences() -> None:
-    assert paths(model_of(blocks=torch.nn.ModuleDict({"first": Single(), "second": Single()}))) == ["blocks"]
-    assert paths(model_of(blocks=torch.nn.Sequential(Single(), Single(), Single()))) == ["blocks"]
-    mlp = torch.nn.Sequential(Linear(8, 8), torch.nn.SiLU(), Linear(8, 8), torch.nn.SiLU())
-    assert paths(model_of(time=mlp, blocks=Rest)) == ["blocks"]
-
-
-def test_members_are_alike() -> None:
-    first, last = built_of(norm=Norm(8), a=Linear(8, 8), b=Linear(8, 8))(), built_of(n=Norm(8), q=Linear(8, 8))()
-    assert paths(model_of(blocks=ModuleList([first, Single(), Single(), Single()]))) == ["blocks"]
-    assert paths(model_of(blocks=ModuleList([first, Single()]))) == []
-    mixed = ModuleList([Single(), Single(), last])
-    assert paths(model_of(blocks=mixed, ballast=Linear(1000, 10))) == [], "all must be blocks"
-    assert paths(model_of(blocks=ModuleList([Single()]))) == []
-
-
-def test_stages_that_get_wider_are_no_blocks_but_what_they_hold_is() -> None:
-    def stage(width: int) -> torch.nn.Module:
-        block = built_of(norm=Norm(width), qkv=Linear(width, 3 * width), out=Linear(width, width))
-        return type("Stage", (built_of(blocks=list_of(block), norm=Norm(width)),), {})()
-
-    assert paths(model_of(stages=ModuleList(map(stage, (5, 7, 11))))) == [f"stages.{i}.blocks" for i in range(3)]
-
-
-def test_whole_transformers_side_by_side_are_no_blocks() -> None:
-    twin = built_of(embed=Linear(4, 8), layers=list_of(Single, 3), out=Linear(8, 4))
-    assert paths(model_of(twins=list_of(twin))) == ["twins.0.layers", "twins.1.layers"]
-    assert paths(model_of(modes=torch.nn.ModuleDict({"image": list_of(Single), "text": list_of(Single)}))) == [
-        "modes.image",
-        "modes.text",
-    ]
-    assert paths(model_of(deep=model_of(layers=list_of(Single)))) == ["deep.layers"]
-    assert find_anatomy(model_of(linear=Linear(2, 2))).leader is None
+    assert paths(model_of(extras=Dict({"a": extras[0], "b": extras[1]}), blocks=Rest)) == ["blocks"]
 
 
 def test_a_block_between_two_lists_of_its_class_is_a_stack_of_one() -> None:
     model = model_of(in_blocks=list_of(Single), mid_block=Single(), out_blocks=list_of(Single), head=FinalLayer())
     model.mid_block = torch.compile(model.mid_block)
-    anatomy = find_anatomy(model)
-    assert [stack.path for stack in anatomy.stacks] == ["in_blocks", "mid_block", "out_blocks"]
-    middle = at(anatomy, "mid_block")
+    before, middle, after = find_anatomy(model).stacks
+    assert (before.path, middle.path, after.path) == ("in_blocks", "mid_block", "out_blocks")
     assert (len(middle), middle.block_paths, middle.pattern) == (1, ("mid_block",), "mid_block")
     assert middle.modules(model) == (model.mid_block,)
-    assert at(anatomy, "in_blocks").pattern == "in_blocks.*"
+    assert before.pattern == "in_blocks.*"
 
 
 def test_what_a_class_declares_for_other_libraries_is_read() -> None:
     unclear = model_of(inner=model_of(steps=list_of(Modulation)), rest=Rest)
     assert paths(unclear) == ["rest"]
-    unclear._layerwise_offload_blocks_attrs = ["inner.steps"]
-    assert paths(unclear) == ["inner.steps", "rest"]
-    unclear._layerwise_offload_blocks_attrs = None
-    unclear._layerwise_offload_blocks_attr = "inner.steps"
-    assert paths(unclear) == ["inner.steps", "rest"]
-    unclear._layerwise_offload_blocks_attr = None
-    unclear._repeated_blocks = [Modulation.__name__]
-    assert "inner.steps" in paths(unclear)
+    for name, value in (
+        ("_layerwise_offload_blocks_attrs", ["inner.steps"]),
+        ("_layerwise_offload_blocks_attr", "inner.steps"),
+        ("_repeated_blocks", [Modulation.__name__]),
+    ):
+        vars(unclear)[name] = value
+        assert "inner.steps" in paths(unclear)
+        del vars(unclear)[name]
 
 
 def test_a_declared_list_that_is_missing_or_no_list_is_reported() -> None:

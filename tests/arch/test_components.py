@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import pkgutil
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -77,52 +77,56 @@ def test_a_shared_module_counts_once() -> None:
     assert found.encoder_names == ["vit_model"]
 
 
+def names_of(pipeline: Any) -> dict[str, list[str]]:
+    return {role: names for role, (names, _) in ModuleDiscovery.discover(pipeline).roles().items() if names}
+
+
 WELL_KNOWN = {
-    "dit_names": ["transformer", "transformer_2", "dit", "sr_dit", "language_model", "transformer_blocks", "model"],
-    "encoder_names": ["text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "mllm", "vision_model"],
-    "vae_names": ["vae", "audio_vae"],
+    "denoiser": ["transformer", "transformer_2", "dit", "sr_dit", "language_model", "transformer_blocks", "model"],
+    "encoder": ["text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "mllm", "vision_model"],
+    "vae": ["vae", "audio_vae"],
 }
 
 
 @pytest.mark.parametrize("role", WELL_KNOWN)
+@pytest.mark.filterwarnings("error")
 def test_well_known_names_are_found(role: str) -> None:
     for name in WELL_KNOWN[role]:
-        for pipe in (SimpleNamespace(**{name: layer()}), torch.nn.ModuleDict({name: layer()})):
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                found = ModuleDiscovery.discover(pipe)
-            assert getattr(found, role) == [name]
-            assert sum(len(names) for names, _ in found.roles().values()) == 1
+        assert names_of(SimpleNamespace(**{name: layer()})) == {role: [name]}
+        assert names_of(torch.nn.ModuleDict({name: layer()})) == {role: [name]}
 
 
-def test_components_with_other_names_are_read_from_diffusers_own_list() -> None:
-    from diffusers import AutoencoderKL, ControlNetModel, FluxTransformer2DModel, UNet2DModel
-    from transformers import CLIPTextModel
-
-    assert role_of("prior", FluxTransformer2DModel) == "denoiser"
-    assert role_of("unet", UNet2DModel) == "denoiser"
-    assert role_of("first_stage", AutoencoderKL) == "vae"
-    assert role_of("movq", torch.nn.Linear) == "vae"
-    assert role_of("conditioner", CLIPTextModel) == "encoder"
-    assert role_of("condition_encoder", torch.nn.Linear) == "encoder"
-    assert role_of("controlnet", ControlNetModel) == "resident"
-
-    class Pipeline:
-        model_cpu_offload_seq = "speech_encoder->vocoder"
-
-        def __init__(self) -> None:
-            self.vocoder, self.speech_encoder = layer(), layer()
-
-        @property
-        def components(self) -> dict[str, Any]:
-            return {"scheduler": object(), "vocoder": self.vocoder, "speech_encoder": self.speech_encoder, "unet": None}
-
-    found = ModuleDiscovery.discover(Pipeline())
-    assert (found.encoder_names, found.resident_names) == (["speech_encoder"], ["vocoder"])
+ROLES = {
+    ("prior", "diffusers.FluxTransformer2DModel"): "denoiser",
+    ("unet", "diffusers.UNet2DModel"): "denoiser",
+    ("unet", "diffusers.AudioLDM2UNet2DConditionModel"): "denoiser",
+    ("first_stage", "diffusers.AutoencoderKL"): "vae",
+    ("model", "diffusers.AutoencoderKL"): "vae",
+    ("movq", "torch.nn.Linear"): "vae",
+    ("conditioner", "transformers.CLIPTextModel"): "encoder",
+    ("language_model", "transformers.GPT2LMHeadModel"): "encoder",
+    ("condition_encoder", "torch.nn.Linear"): "encoder",
+    ("controlnet", "diffusers.ControlNetModel"): "resident",
+    ("transformer", "diffusers.FluxControlNetModel"): "resident",
+    ("motion_adapter", "diffusers.MotionAdapter"): "resident",
+    ("language_model", "torch.nn.Linear"): "denoiser",
+}
 
 
-def names_of(pipeline: Any) -> dict[str, list[str]]:
-    return {role: names for role, (names, _) in ModuleDiscovery.discover(pipeline).roles().items() if names}
+@pytest.mark.parametrize(("name", "cls"), ROLES)
+def test_the_class_decides_before_the_name(name: str, cls: str) -> None:
+    assert role_of(name, pkgutil.resolve_name(cls)) == ROLES[name, cls]
+
+
+def test_components_are_read_from_diffusers_own_list_in_the_order_in_which_they_run() -> None:
+    parts = {name: layer() for name in ("vocoder", "speech_encoder", "movq", "transformer")}
+    others = {"scheduler": object(), "unet": None, 3: layer(), None: layer()}
+    pipe = SimpleNamespace(components=others | parts, model_cpu_offload_seq="movq->speech_encoder->vocoder")
+    found = ModuleDiscovery.discover(pipe)
+    assert found.vaes == [parts["movq"]]
+    assert names_of(pipe) == {
+        "denoiser": ["transformer"], "encoder": ["speech_encoder"], "vae": ["movq"], "resident": ["vocoder"],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -176,25 +180,6 @@ def test_in_the_scan_a_module_inside_another_counts_once() -> None:
     tied = layer()
     twins = SimpleNamespace(text_encoder=torch.nn.Sequential(tied), text_encoder_2=torch.nn.Sequential(tied))
     assert names_of(twins) == {"encoder": ["text_encoder", "text_encoder_2"]}, "a common part makes no twin"
-
-
-def test_for_diffusers_components_the_class_decides_before_the_name() -> None:
-    from diffusers import AudioLDM2UNet2DConditionModel, AutoencoderKL, FluxControlNetModel, MotionAdapter
-    from transformers import GPT2LMHeadModel
-
-    assert role_of("language_model", GPT2LMHeadModel) == "encoder"
-    assert role_of("unet", AudioLDM2UNet2DConditionModel) == "denoiser"
-    assert role_of("motion_adapter", MotionAdapter) == "resident"
-    assert role_of("transformer", FluxControlNetModel) == "resident"
-    assert role_of("model", AutoencoderKL) == "vae"
-    assert role_of("language_model", torch.nn.Linear) == "denoiser"
-
-
-def test_components_that_are_no_attributes_are_kept_and_odd_keys_ignored() -> None:
-    parts = {"movq": layer(), "transformer": layer(), 3: layer(), None: layer()}
-    found = ModuleDiscovery.discover(SimpleNamespace(components=parts))
-    assert (found.dit_names, found.vae_names, found.resident_names) == (["transformer"], ["movq"], [])
-    assert found.vaes == [parts["movq"]]
 
 
 class Block(torch.nn.Module):

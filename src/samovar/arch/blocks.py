@@ -6,13 +6,15 @@ declared, or `trace` learns it from one forward.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, ModuleList
 
 from ..core import nested
 from ..core.errors import ModelError
@@ -24,6 +26,7 @@ from .modules import is_container, parameters_of, tensor_bytes, unwrapped
 
 Place = int | str
 """The position or name of an argument."""
+_ATTENTION = re.compile("attn|attention")
 MIN_NAMED_SHARE = 0.01
 """The share of the weights from which a module outside of blocks is named."""
 
@@ -131,10 +134,9 @@ def attention_modules(module: Module) -> dict[str, Module]:
     """The outermost attention modules within a module, by path; not the norms named after them."""
     found: dict[str, Module] = {}
     for path, part in module.named_modules():
-        name, kind = path.rpartition(".")[2].lower(), type(part).__name__.lower()
-        is_attention = any(word in text for text in (name, kind) for word in ("attn", "attention"))
-        inside = any(path.startswith(f"{outer}.") for outer in found)
-        if path and not inside and "norm" not in name and not is_container(part) and is_attention:
+        name, inside = path.rpartition(".")[2].lower(), path.startswith(tuple(f"{outer}." for outer in found))
+        is_attention = _ATTENTION.search(f"{name} {type(part).__name__.lower()}") and "norm" not in name
+        if path and is_attention and not inside and not is_container(part):
             found[path] = part
     return found
 
@@ -162,9 +164,9 @@ class Coverage:
 def coverage(model: Module, anatomy: Anatomy) -> Coverage:
     """How much of a model the stacks of an anatomy hold. Tensors that several modules share count once."""
     model = unwrapped(model)
-    paths = [path for stack in anatomy.stacks for path in stack.block_paths]
-    blocks = [model.get_submodule(path) for path in paths]
-    covered = {id(tensor) for block in blocks for tensor in (*block.parameters(), *block.buffers())}
+    paths = list(itertools.chain.from_iterable(stack.block_paths for stack in anatomy.stacks))
+    blocks = ModuleList(map(model.get_submodule, paths))
+    covered = set(map(id, (*blocks.parameters(), *blocks.buffers())))
     outside: Counter[str] = Counter()
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in covered:
@@ -172,7 +174,7 @@ def coverage(model: Module, anatomy: Anatomy) -> Coverage:
             outside[place] += num_bytes_of([tensor])
     total_bytes = tensor_bytes([model])
     large = [(path, size) for path, size in outside.most_common() if size >= max(1, MIN_NAMED_SHARE * total_bytes)]
-    return Coverage(tensor_bytes(blocks), total_bytes, tuple(large))
+    return Coverage(tensor_bytes([blocks]), total_bytes, tuple(large))
 
 
 def _outermost_without_blocks(path: str, blocks: Sequence[str]) -> str:

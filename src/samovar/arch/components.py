@@ -63,6 +63,7 @@ _WELL_KNOWN: dict[Role, tuple[str, ...]] = {
     "encoder": ("text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder", "mllm", "vision_model"),
     "vae": ("vae", "audio_vae"),
 }
+_ROLE_BY_NAME = {name: role for role, names in _WELL_KNOWN.items() for name in names}
 _ROLE_BY_WORD: dict[str, Role] = {"unet": "denoiser", "vae": "vae", "movq": "vae", "vqgan": "vae", "encoder": "encoder"}
 _ROLE_BY_PACKAGE: dict[str, Role] = {
     "transformers.": "encoder",
@@ -192,11 +193,10 @@ def _components(pipeline: Any) -> Found:
 
 
 def _well_known(pipeline: Any) -> Found:
-    for role, names in _WELL_KNOWN.items():
-        for name in names:
-            module = _read(pipeline, name)
-            if isinstance(module, Module):
-                yield role, name, module
+    for name, role in _ROLE_BY_NAME.items():
+        module = _read(pipeline, name)
+        if isinstance(module, Module):
+            yield role, name, module
 
 
 def role_of(name: str, cls: type) -> Role:
@@ -205,9 +205,8 @@ def role_of(name: str, cls: type) -> Role:
         if f"{cls.__module__}.".startswith(package):
             # An adapter may live in the package of the models that it is for.
             return "resident" if "Adapter" in cls.__name__ and package != "transformers." else role
-    for role, names in _WELL_KNOWN.items():
-        if name in names:
-            return role
+    if name in _ROLE_BY_NAME:
+        return _ROLE_BY_NAME[name]
     return next((role for word, role in _ROLE_BY_WORD.items() if word in name), "resident")
 
 

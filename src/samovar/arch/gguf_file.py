@@ -81,7 +81,7 @@ def stored_in(file: GgufFile, name: str, parts: Parts) -> Parts:
     from diffusers.quantizers.gguf.utils import SUPPORTED_GGUF_QUANT_TYPES
 
     known = {*_PLAIN, *(kind.name for kind in SUPPORTED_GGUF_QUANT_TYPES)}
-    if unknown := [kind for kind in file.types if kind not in known]:
+    if unknown := sorted(set(file.types) - known):
         raise ModelError(
             f"{file.path} holds weights as {', '.join(unknown)}, which diffusers cannot load. Take another file of "
             f"this model; diffusers loads {', '.join(sorted(known))}."

@@ -122,13 +122,12 @@ def _is_whole_model(module: Module, num_beside: int, hints: _Hints, path: str) -
 
 def _lone_blocks(model: Module, found: Mapping[str, Blocks]) -> Iterator[tuple[str, Blocks]]:
     """Blocks in no list, beside lists of others of their class, such as the one in the middle of a U."""
-    for parent in dict.fromkeys(path.rpartition(".")[0] for path in found):
-        beside = [blocks for path, blocks in found.items() if path.rpartition(".")[0] == parent]
-        classes = {type(block) for blocks in beside for block in blocks.values()}
-        for name, child in unwrapped(model.get_submodule(parent)).named_children():
-            path = f"{parent}.{name}" if parent else name
-            if type(unwrapped(child)) in classes and path not in found:
-                yield path, {path: unwrapped(child)}
+    classes: dict[str, set[type]] = {}
+    for path, blocks in found.items():
+        classes.setdefault(path.rpartition(".")[0], set()).update(map(type, blocks.values()))
+    for path, part in named_parts(model).items():
+        if type(part) in classes.get(path.rpartition(".")[0], ()) and path not in found:
+            yield path, {path: part}
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch.nn import Module
-
 from ..core.errors import ModelError
 from ..core.files import brief
+from .modules import module_class
 
 _GUIDERS = {"guidance_scale": "guider", "guidance_scale_2": "guider_2"}
 """Arguments of other pipelines that are settings of a component here."""
@@ -109,7 +108,7 @@ def _loaded(empty: Any, folder: Path, settings: Mapping[str, Any]) -> dict[str, 
             found[name] = settings[name]
         elif spec.pretrained_model_name_or_path is not None and (folder / name).is_dir():
             given: dict[str, Any] = {"local_files_only": True, "variant": None}
-            if inspect.isclass(spec.type_hint) and issubclass(spec.type_hint, Module):
+            if module_class([spec.type_hint]):
                 given |= {"dtype": settings.get("torch_dtype"), "use_safetensors": True}
                 variant = settings.get("variant")
                 given["variant"] = variant if any((folder / name).glob(f"*.{variant}[.-]*")) else None

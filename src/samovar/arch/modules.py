@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch.nn import Module, ModuleList
@@ -27,6 +28,11 @@ def named_parts(model: Module) -> dict[str, Module]:
         for path, module in model.named_modules()
         if not path.endswith(WRAPPED_MODULE)
     }
+
+
+def module_class(kinds: Iterable[Any]) -> type[Module] | None:
+    """The first class of modules among what an annotation says."""
+    return next((kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, Module)), None)
 
 
 def is_container(module: Module) -> bool:

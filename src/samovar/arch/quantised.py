@@ -164,8 +164,7 @@ def as_stored(parts: Parts) -> Iterator[None]:
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for part in parts.values():
         for path, tensors in part.stored.items():
-            assert part.module is not None, "what is stored belongs to a module"
-            module = part.module.get_submodule(path)
+            module = part.module.get_submodule(path)  # type: ignore[union-attr]
             for held in (module._parameters, module._buffers):
                 before.append((held, dict(held)))
                 for name in tensors:

@@ -24,7 +24,7 @@ from .blocks import find_anatomy
 from .components import ModuleDiscovery, Role, is_denoiser_itself, role_of
 from .folder import check_files, check_folder, components, library_of, pipeline_class, read_index
 from .modular import usual_parts
-from .modules import unwrapped
+from .modules import module_class, unwrapped
 from .stored import Stored, read_headers, stored_dtype, stored_for
 
 
@@ -121,9 +121,9 @@ def _diffusers_class(name: str) -> type:
 
     for library in (diffusers, transformers):
         cls: Any = getattr(library, name, None)
-        is_pipeline = inspect.isclass(cls) and (issubclass(cls, diffusers.DiffusionPipeline) or usual_parts(cls))
-        if is_pipeline or (inspect.isclass(cls) and issubclass(cls, Module)):
-            return cls  # type: ignore[no-any-return]
+        kinds = (diffusers.DiffusionPipeline, Module)
+        if inspect.isclass(cls) and (issubclass(cls, kinds) or usual_parts(cls)):
+            return cls
     known = {n for n in [*dir(diffusers), *dir(transformers)] if n[:1].isupper() and n.endswith(_MODEL_SUFFIXES)}
     known -= {name, "ModularPipeline"}  # Never suggest what is refused.
     raise ModelError(
@@ -134,18 +134,14 @@ def _diffusers_class(name: str) -> type:
 
 def _declared_parts(pipeline_cls: type) -> Iterator[tuple[str, type[Module]]]:
     """The module classes that a pipeline's constructor asks for, or a modular one's blocks."""
-    for name, cls in usual_parts(pipeline_cls).items():
-        if inspect.isclass(cls) and issubclass(cls, Module):
-            yield name, cls
     try:
         signature = inspect.signature(pipeline_cls, eval_str=True)
     except NameError:  # An annotation that only a type checker can resolve.
         signature = inspect.signature(pipeline_cls)
-    for name, parameter in signature.parameters.items():
-        for cls in (parameter.annotation, *typing.get_args(parameter.annotation)):
-            if inspect.isclass(cls) and issubclass(cls, Module):
-                yield name, cls
-                break
+    hints = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    for name, hint in (*usual_parts(pipeline_cls).items(), *hints.items()):
+        if cls := module_class((hint, *typing.get_args(hint))):
+            yield name, cls
 
 
 def _read_pipeline_folder(folder: Path) -> tuple[str, Parts]:

@@ -82,9 +82,9 @@ def _by_module(headers: Mapping[str, Header], modules: Mapping[str, Module]) -> 
                 return True
         return False
 
-    strangers = [key for key in headers if not place(key, lambda path: [path] if path in modules else [])]
+    strangers = [key for key in headers if not place(key, lambda path: list(modules.keys() & {path}))]
     ends: dict[str, list[str]] = {}
-    for path in modules.keys() - found.keys() if strangers else ():
+    for path in modules.keys() - found.keys():
         for end in _ends(path):
             ends.setdefault(end, []).append(path)
     for key in strangers:

@@ -194,20 +194,19 @@ class _Flow:
     def streams(self, parameters: Sequence[str], count: int) -> tuple[Stream, ...]:
         """The parameter that carries each of the returned values: one that took the very tensor or, if that was made
         anew in between, one of its form."""
-        order = {name: place for place, name in enumerate(parameters)}
 
         def rank(pair: tuple[int, str]) -> Any:
             place, name = pair  # What only `**kwargs` takes has no place in the order.
-            return pair not in self._handed_on, place, name not in self._changing, order.get(name, len(order)), name
+            order = parameters.index(name) if name in parameters else len(parameters)
+            return pair not in self._handed_on, place, name not in self._changing, order, name
 
-        formed = {(place, name) for place, names in self._alike.items() for name in names}
-        if self._num_calls > 1:
-            formed = {pair for pair in formed if pair[1] in self._changing}
+        able = self._changing if self._num_calls > 1 else self._last.arguments.keys()
+        formed = {(place, name) for place, names in self._alike.items() for name in names & able}
         found: dict[int, str] = {}
         for place, name in sorted(self._handed_on | formed, key=rank):
             if place not in found and name not in found.values():
                 found[place] = name
-        return tuple(Stream(found.get(place)) for place in range(count))
+        return tuple(map(Stream, map(found.get, range(count))))
 
 
 class Watcher:
@@ -333,8 +332,7 @@ class Watcher:
         num_open, calls = 0, list[Call]()
         for call in self._seen:
             num_open += call.is_first
-            calls += [call] if num_open else []
+            calls += [call] * bool(num_open)
             num_open -= call.is_last
-        leader = next(call for call in calls if call.is_first)
-        trace = Trace(tuple(calls), tuple(segments), leader, anatomy.side)
+        trace = Trace(tuple(calls), tuple(segments), calls[0], anatomy.side)
         return Watched(trace, residuals, {segment: self._first[segment] for segment in segments})

@@ -212,12 +212,11 @@ class _Fused(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _DEVICE and args[0].is_meta:
-            return _CPU
-        if func is torch.Tensor.__setitem__ and args[0].is_meta:  # There is nothing to set; some do it for each token.
-            return None
-        output = _FUSED[func](*args, **(kwargs or {})) if func in _FUSED else None
-        return func(*args, **(kwargs or {})) if output is None else output
+        kwargs = kwargs or {}
+        if func in (_DEVICE, torch.Tensor.__setitem__) and args[0].is_meta:
+            return _CPU if func == _DEVICE else None  # There is nothing to set; some do it for each token.
+        output = _FUSED[func](*args, **kwargs) if func in _FUSED else None
+        return func(*args, **kwargs) if output is None else output
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor | None:

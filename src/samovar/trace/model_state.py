@@ -25,6 +25,7 @@ from ..hooks.intercept import bare_class
 
 _version, _dtype, _forward = attrgetter("_version"), attrgetter("dtype"), attrgetter("forward")
 _call: Any = operator.call
+_FORMS = (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride)
 _MOVED = "weights lie elsewhere or in another form"
 _nothing = type(None)
 """Stands for the weak reference to a parameter that a module does not have."""
@@ -54,17 +55,13 @@ class ModelState:
         modules = list(modules)
         self._tables = [table.values() for table in chain.from_iterable(map(_held_by, map(vars, modules)))]
         parts = list(chain.from_iterable(self._tables))
-        self._parts = [_nothing if part is None else weakref.ref(part) for part in parts]
+        self._parts = list(map(_reference, parts))
         tensors = [part for part in parts if isinstance(part, torch.Tensor)]
         self._plain = list(map(weakref.ref, take_apart(tensors).plain)) if addresses else []
-        held = list(map(weakref.ref, tensors))
-        counted = [weakref.ref(tensor) for tensor in tensors if not addresses and not tensor.is_inference()]
-        forms = (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride)
         reads: dict[str, Callable[[], Any]] = {
             "modules or weights were replaced": self._has_same_parts,
-            _MOVED: lambda: [list(map(form, self.plain())) for form in forms],
-            "weights were written in place": lambda: list(map(_version, map(_call, counted))),
-            "weights have another dtype": lambda: list(map(_dtype, map(_call, held))),
+            _MOVED: lambda: [list(map(form, self.plain())) for form in _FORMS],
+            **_weight_reads(tensors, counts=not addresses),
             **_module_reads(modules, adapted),
             "torch's choice of kernels is another": kernel_settings if kernels else tuple,
         }
@@ -92,6 +89,16 @@ class ModelState:
     def _has_same_parts(self) -> bool:
         parts = list(chain.from_iterable(self._tables))
         return len(parts) == len(self._parts) and all(map(is_, parts, map(_call, self._parts)))
+
+
+def _weight_reads(tensors: list[torch.Tensor], counts: bool) -> dict[str, Callable[[], Any]]:
+    """What is compared of weights; with `counts`, how often they were written."""
+    held = list(map(weakref.ref, tensors))
+    counted = [weakref.ref(tensor) for tensor in tensors if counts and not tensor.is_inference()]
+    return {
+        "weights were written in place": lambda: list(map(_version, map(_call, counted))),
+        "weights have another dtype": lambda: list(map(_dtype, map(_call, held))),
+    }
 
 
 def _module_reads(modules: list[torch.nn.Module], model: torch.nn.Module | None) -> dict[str, Callable[[], Any]]:
@@ -144,6 +151,10 @@ class Generation:
             known = (number for number, state in self._states.items() if state.holds())
             self._number = next(known, 0) or self._add()
         return self._number
+
+
+def _reference(part: Any) -> Callable[[], Any]:
+    return _nothing if part is None else weakref.ref(part)
 
 
 def _count(hooks: Mapping[int, Any]) -> int:

@@ -125,7 +125,10 @@ def _stops(block: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 def _stream_among(given: Sequence[Any], form: torch.Size) -> torch.Tensor | None:
     """The argument that holds the stream: by shape, by size, or as part of a longer one."""
+
+    def fit(tensor: torch.Tensor) -> tuple[bool, bool, bool]:
+        is_longer = tensor.shape[-1:] == form[-1:] and tensor.numel() > form.numel()
+        return tensor.shape == form, tensor.numel() == form.numel(), is_longer
+
     tensors = [value for value in given if isinstance(value, torch.Tensor) and value.is_floating_point()]
-    longer = [t for t in tensors if t.shape[-1:] == form[-1:] and t.numel() > form.numel()]
-    alike = [t for t in tensors if t.numel() == form.numel()]
-    return next(iter([*(t for t in alike if t.shape == form), *alike, *longer]), None)
+    return max(filter(lambda tensor: any(fit(tensor)), tensors), key=fit, default=None)

@@ -198,8 +198,7 @@ class _Recorder(TorchFunctionMode):
             if tensor.dtype is not torch.uint8:  # That of a quantised weight is stood in for.
                 self._name(self._graph.get_attr(name), tensor)
         for module in twin.modules():
-            held = {name: value for name, value in vars(module).items() if name not in ("_parameters", "_modules")}
-            for tensor in nested.tensors(held):
+            for tensor in nested.tensors(vars(module)):
                 if not tensor.is_meta and tensor not in self._nodes:
                     self._name(self._graph.get_attr("held"), tensor).meta["value"] = tensor
         places = itertools.count()

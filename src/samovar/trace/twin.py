@@ -117,9 +117,7 @@ class Copier:
         """The twin of a module, with everything in it."""
         new = {id(bare): bare for bare in map(unwrapped, root.modules()) if id(bare) not in self._copies}
         for key, module in new.items():  # All of them first: attributes may hold any of them.
-            if isinstance(module, torch.jit.ScriptModule):
-                raise TypeError(f"a {module.original_name} is scripted, and has no state in Python that can be copied")
-            self._copies[key] = object.__new__(_quiet_class(bare_class(module)))
+            self._copies[key] = _blank(module)
             begin_state(module)
             self._copies |= {id(tensor): tensor for tensor in kept_beside_weights(module)}
         for key, module in new.items():
@@ -209,6 +207,13 @@ def answer(twin: Module, by: Answer) -> None:
         return by(forward, args, kwargs)
 
     vars(twin)["forward"] = answered
+
+
+def _blank(module: Module) -> Module:
+    """A twin that has nothing yet."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(f"a {module.original_name} is scripted, and has no state in Python that can be copied")
+    return object.__new__(_quiet_class(bare_class(module)))
 
 
 _quiet_classes: weakref.WeakKeyDictionary[type, type[Module]] = weakref.WeakKeyDictionary()
