@@ -14,7 +14,7 @@ import torch
 
 from pipelines.modular import CALLS, save_modular, tiny_modular, without_decoder
 from samovar.arch.folder import check_folder, pipeline_class
-from samovar.arch.modular import adapt, is_modular
+from samovar.arch.modular import adapt
 from samovar.arch.skeleton import build_pipeline, read_skeleton
 from samovar.core.errors import ModelError
 from samovar.trace.dry_run import RequestSize, dry_run
@@ -58,29 +58,6 @@ def test_the_call_has_a_signature_and_says_what_it_makes() -> None:
     assert "kwargs" not in parameters
     assert "control_image" not in parameters, "there is no ControlNet"
     assert [*pipe(prompt="a", num_inference_steps=1, height=16, width=16)] == ["images"]
-
-
-def test_a_pipeline_is_what_it_was_afterwards() -> None:
-    pipe = tiny_modular("flux")
-    cls, before = type(pipe), set(vars(pipe))
-    restore = adapt(pipe)
-    assert type(pipe) is not cls
-    assert is_modular(type(pipe))
-    assert type(pipe).__name__ == cls.__name__
-    adapt(pipe)()  # A second one changes nothing.
-    assert pipe(prompt="a", num_inference_steps=1, output="images", **CALLS["flux"]), "its owner may ask as before"
-    restore()
-    assert type(pipe) is cls
-    assert set(vars(pipe)) == before
-
-
-def test_unknown_and_useless_arguments_are_refused() -> None:
-    pipe = tiny_modular("qwen")
-    adapt(pipe)
-    with pytest.raises(TypeError, match="strenght"):
-        pipe(prompt="a", strenght=0.5)
-    with pytest.raises(ValueError, match="strength has no effect"):
-        pipe(prompt="a", strength=0.5)
 
 
 def test_guidance_is_for_one_call_and_matters() -> None:

@@ -14,7 +14,7 @@ import zoo
 from samovar.arch import Anatomy, BlockDeclaration, find_anatomy
 from samovar.arch.declarations import DECLARATIONS
 from samovar.core.errors import DeclarationError, ModelError, SettingError
-from samovar.hooks import NOT_BYPASSED, HookRegistry, ModelHook
+from samovar.hooks import NOT_BYPASSED
 from samovar.trace import probe_anatomy
 from samovar.trace.forward import Watcher
 from samovar.trace.gates import Gate, Gates
@@ -268,20 +268,6 @@ def test_segments(name: str) -> None:
 def inputs(step: int) -> dict[str, torch.Tensor]:
     sample, time = at(step)
     return {"hidden_states": sample, "timestep": time, "encoder_hidden_states": COND}
-
-
-def test_an_anatomy_is_probed_by_one_step_and_its_leader_by_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "HunyuanVideoTransformer3DModel"
-    model, now, later = case(name).build(), case(name).inputs(0), case(name).inputs(1)
-    before = state_of(model)
-    HookRegistry.get_or_create(model.transformer_blocks[0]).register_hook("nothing", ModelHook())
-    assert "refiner" in (probe_anatomy(model, now).leader or ""), "the first"
-    assert probe_anatomy(model, now, later).leader == "transformer_blocks", "the first that sees the sample"
-    last = "single_transformer_blocks"
-    monkeypatch.setitem(DECLARATIONS, name, BlockDeclaration(leader=last))
-    assert {probe_anatomy(model, now).leader, probe_anatomy(model, now, later).leader} == {last}
-    HookRegistry.get_or_create(model.transformer_blocks[0]).remove_hook("nothing")
-    assert state_of(model) == before
 
 
 def test_a_model_that_cannot_be_probed_says_why() -> None:

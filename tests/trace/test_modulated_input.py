@@ -83,33 +83,6 @@ def test_a_decision_runs_no_part_of_the_block() -> None:
     assert hook.stats().branches["only"].steps[2].distance
 
 
-def first_call(block: torch.nn.Module, run: Callable[[], Any]) -> Given:
-    """What a block is called with."""
-    seen: list[Given] = []
-    handle = block.register_forward_pre_hook(lambda *given: seen.append(Given(*given)), with_kwargs=True)
-    run()
-    handle.remove()
-    return seen[0]
-
-
-def qwen_calls(steps: int) -> tuple[torch.nn.Module, list[tuple[Given, torch.Tensor]]]:
-    """The first block of Qwen-Image, and what it is called with at some steps."""
-    name = "QwenImageTransformer2DModel"
-    model = case(name).build()
-    block = model.transformer_blocks[0]
-    calls = [first_call(block, lambda step=step: case(name).run(model, step)) for step in range(steps)]
-    return block, [(given, given.kwargs["hidden_states"]) for given in calls]
-
-
-def test_parts_that_lead_elsewhere_are_not_run() -> None:
-    block, ((one, stream), (other, later)) = qwen_calls(2)
-    reader = ModulatedInput(one, stream)
-    assert reader.path == "attn"
-    (real, *_) = attention_inputs(block, "attn", lambda: block(*other.args, **other.kwargs))
-    block.txt_mod[1].weight.data.fill_(float("nan"))
-    assert zoo.equal(reader(other, later), real)
-
-
 class Adding(Block):
     """Writes into its arguments before it attends."""
 
@@ -133,37 +106,16 @@ def test_reading_writes_into_no_argument_of_the_block() -> None:
 # ------------------------------------------------------------------------------------------------ weights that change
 
 
-def in_place(model: Plain) -> None:
-    with torch.no_grad():
-        model.blocks[0].norm.weight.mul_(torch.arange(8.0))
-
-
-def another_module(model: Plain) -> None:
-    model.blocks[0].norm = torch.nn.LayerNorm(8, eps=1.0)
-
-
-@pytest.mark.parametrize("change", [in_place, another_module])
-def test_the_next_run_sees_weights_that_were_changed(change: Callable[[Plain], None]) -> None:
+def test_the_next_run_sees_a_part_that_was_changed() -> None:
     changed, fresh = Plain(), Plain()
-    change(fresh)
     hook, expected = (apply_teacache_hook(model, {**UNGUARDED, "rel_l1_thresh": 0.3}) for model in (changed, fresh))
     loop(changed)
     before = hook.stats()
-    change(changed)
+    for model in (changed, fresh):
+        model.blocks[0].norm = torch.nn.LayerNorm(8, eps=1.0)
     assert all(map(torch.equal, loop(changed), loop(fresh)))
     assert hook.stats().branches["only"] == expected.stats().branches["only"]
     assert hook.stats().branches["only"] != before.branches["only"], "the change shows in the distances"
-
-
-def test_compiled_blocks_are_judged_alike() -> None:
-    plain, compiled = Plain(), Plain()
-    hooks = [apply_teacache_hook(model, {**UNGUARDED, "rel_l1_thresh": 0.3}) for model in (plain, compiled)]
-    for block in compiled.blocks:
-        block.compile(backend="eager")
-    for one, other in zip(loop(plain), loop(compiled), strict=True):
-        torch.testing.assert_close(one, other)
-    assert hooks[0].stats().branches["only"] == hooks[1].stats().branches["only"]
-    torch.compiler.reset()
 
 
 # ------------------------------------------------------------------------------------------------ without a twin

@@ -51,10 +51,6 @@ def test_what_has_no_blocks_is_ready_for_nothing() -> None:
     assert len(report.features) == 4
 
 
-def roles(report: ModelReport) -> dict[str, str]:
-    return {part.name: part.role for part in report.components}
-
-
 def test_what_needs_a_checkpoint_to_be_known_is_said_to_be_unknown() -> None:
     report = survey("LattePipeline")
     assert works(report) == {
