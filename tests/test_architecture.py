@@ -39,7 +39,7 @@ BUDGETS = {
     "cli": 8_300,
     "compose": 9_000,
     "core": 10_100,
-    "engine": 35_400,
+    "engine": 35_500,
     "graphs": 5_550,
     "hooks": 10_500,
     "lab": 13_800,
