@@ -7,6 +7,7 @@ do not agree the default stays.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -77,16 +78,11 @@ class AttentionHook(ModelHook, Handle):
             return None
         try:
             found = run_trial(twin_of(module, sharded=False), args, kwargs)
+            with contextlib.ExitStack() as restore:
+                restore.callback(use_attention(module, None))
+                expected = run_trial(twin_of(module, sharded=False), args, kwargs)
         except TrialFailed as error:
-            return f"a forward with it failed ({str(error).partition(chr(10))[0]})"
-        restore = use_attention(module, None)
-        try:
-            expected = run_trial(twin_of(module, sharded=False), args, kwargs)
-        except TrialFailed as error:
-            self.state = f"used, and not compared with the default, which failed ({error})"
-            return None
-        finally:
-            restore()
+            return f"a forward to compare it failed ({str(error).partition(chr(10))[0]})"
         difference = nested.difference(found, expected)
         dtypes = {tensor.dtype for tensor in nested.tensors(expected)}
         largest = max((_LARGEST_DIFFERENCE.get(dtype, _OF_16_BITS) for dtype in dtypes), default=0.0)

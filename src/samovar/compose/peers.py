@@ -47,11 +47,8 @@ class Peer(NamedTuple):
 
 def find_peers(denoisers: Mapping[str, torch.nn.Module]) -> list[Peer]:
     """Features of other libraries on the denoisers, each once, where it was found first."""
-    found: dict[tuple[Kind, str], Peer] = {}
-    for name, denoiser in denoisers.items():
-        for peer in _peers_on(name, denoiser):
-            found.setdefault((peer.kind, peer.name), peer)
-    return list(found.values())
+    found = [peer for name, denoiser in denoisers.items() for peer in _peers_on(name, denoiser)]
+    return list({peer[:2]: peer for peer in reversed(found)}.values())[::-1]
 
 
 def _peers_on(name: str, denoiser: torch.nn.Module) -> Iterator[Peer]:
