@@ -88,7 +88,7 @@ def components(folder: Path, index: dict[str, Any]) -> dict[str, tuple[str, str]
     """The library and the class of each component that an index lists; those that were left out are null there."""
     found: dict[str, tuple[str, str]] = {}
     for name, entry in index.items():
-        if name.startswith("_") or not isinstance(entry, list) or _is_setting(entry):
+        if name.startswith("_") or not _is_component(entry):
             continue  # About the pipeline, or an argument of it.
         if not name.isidentifier() or len(entry) != 2:
             raise ModelError(
@@ -103,9 +103,9 @@ def components(folder: Path, index: dict[str, Any]) -> dict[str, tuple[str, str]
     return found
 
 
-def _is_setting(entry: Any) -> bool:
-    """Whether a list is an argument of the pipeline, such as layers of a text encoder: it names nothing."""
-    return isinstance(entry, list) and bool(entry) and all(isinstance(each, (int, float, list)) for each in entry)
+def _is_component(entry: Any) -> bool:
+    """Whether this may name a component. A list of numbers, such as layers of a text encoder, is an argument."""
+    return isinstance(entry, list) and not (entry and all(isinstance(each, (int, float, list)) for each in entry))
 
 
 def pipeline_class(folder: Path, index: dict[str, Any]) -> Any:
@@ -126,9 +126,9 @@ def pipeline_class(folder: Path, index: dict[str, Any]) -> Any:
     for parameter in inspect.signature(cls).parameters.values():
         is_needed = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         entry = index.get(parameter.name)
-        if is_needed and (not isinstance(entry, list) or _is_setting(entry)):
+        if is_needed and not _is_component(entry):
             raise ModelError(
-                f"{index_file(folder)}: {parameter.name!r} is {brief(index.get(parameter.name))}; expected a library "
+                f"{index_file(folder)}: {parameter.name!r} is {brief(entry)}; expected a library "
                 f"and a class of it, because {name} needs this component."
             )
     return modular_class(cls, folder, index.get("_blocks_class_name")) if is_modular(cls) else cls

@@ -114,6 +114,5 @@ def size(tensor: torch.Tensor) -> torch.Tensor:
 
 def some(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of elements spread over a tensor: few enough to keep, and enough to show how much it has changed."""
-    flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).detach().reshape(-1)
-    apart = -(-flat.numel() // _MAX_COMPARED) | 1  # Odd: else the same few channels would be compared in every row.
-    return flat[::apart].to(torch.float32, copy=True)
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return nested.spread(real, _MAX_COMPARED).to(torch.float32, copy=True)

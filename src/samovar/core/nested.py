@@ -120,6 +120,13 @@ def is_comparable(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested
 
 
+def spread(tensor: torch.Tensor, most: int) -> torch.Tensor:
+    """Elements spread over a tensor, `most` of them or fewer. The distance is odd, since an even one would miss some
+    channels altogether."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: -(-flat.numel() // most) | 1]
+
+
 def version(tensor: torch.Tensor) -> int | None:
     """How often a tensor was changed in place; None under inference mode, where torch does not count."""
     return None if tensor.is_inference() else tensor._version

@@ -205,7 +205,7 @@ def choice(names: Any) -> Kind:
 
 def similar(value: Any, known: Iterable[str]) -> str:
     """A hint for a misspelt name; empty if none is like it."""
-    hint = nearest(value, known) if isinstance(value, str) else ""
+    hint = nearest(str(value), known)
     return hint if hint.startswith("Did") else ""
 
 

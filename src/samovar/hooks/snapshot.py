@@ -25,7 +25,7 @@ class Snapshot:
         if not hold:
             self._value = weakref.ref(value)
         elif self._version is None and _is_comparable(value):
-            self._some = _some(value).clone()
+            self._some = nested.spread(value, MAX_COMPARED).clone()
 
     @property
     def value(self) -> Any:
@@ -43,15 +43,11 @@ class Snapshot:
             return is_kept
         if not (looks and is_kept and _is_comparable(value) and nested.signature(held) == nested.signature(value)):
             return False
-        return torch.equal(held, value) if self._some is None else torch.equal(self._some, _some(value))
+        if self._some is None:
+            return torch.equal(held, value)
+        return torch.equal(self._some, nested.spread(value, MAX_COMPARED))
 
 
 def _is_comparable(tensor: torch.Tensor) -> bool:
     """Whether a look into a tensor has no side effects: that of a subclass may wait for other ranks."""
     return nested.is_comparable(tensor) and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-
-
-def _some(tensor: torch.Tensor) -> torch.Tensor:
-    """Elements spread over a tensor. The distance is odd, since an even one would miss some channels altogether."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: -(-flat.numel() // MAX_COMPARED) | 1] if flat.numel() > MAX_COMPARED else flat

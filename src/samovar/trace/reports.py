@@ -94,23 +94,20 @@ def _report_component(name: str, part: Part) -> ComponentReport:
 
 
 def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator[FeatureReport]:
-    by_role = {role: [part for part in components if part.role == role] for role in get_args(Role)}
-    denoisers, encoders = by_role["denoiser"], by_role["encoder"]
+    denoisers, encoders = ([part for part in components if part.role == role] for role in ("denoiser", "encoder"))
     num_blocks = sum(len(stack) for part in denoisers if part.anatomy for stack in part.anatomy.stacks)
-    blockless = _without_blocks(denoisers)
+    planned = ", ".join(name for name, part in parts.items() if declared_plans(part.cls))
     forecast = f"steps of {_named(denoisers)} are forecast and corrected" if denoisers else "there is no denoiser"
     yield FeatureReport("step cache", bool(denoisers), forecast)
-    yield FeatureReport(
-        "layerwise offload", *((True, f"{num_blocks} blocks can be streamed") if num_blocks else blockless)
-    )
+    streamed = (True, f"{num_blocks} blocks can be streamed")
+    yield FeatureReport("layerwise offload", *(streamed if num_blocks else _without_blocks(denoisers)))
     takes_turns = bool(denoisers and encoders)
     turns = f"the denoiser takes turns with {_named(encoders)}"
     needs = "a denoiser and an encoder that can take turns are needed"
     yield FeatureReport("model offload", takes_turns, turns if takes_turns else needs)
-    planned = ", ".join(name for name, part in parts.items() if declared_plans(part.cls))
     source = f"comes with {planned}" if planned else "is derived from the stacks and checked before use"
-    is_split = planned or num_blocks
-    yield FeatureReport("sequence parallel", *((True, f"a plan {source}") if is_split else blockless))
+    split = (True, f"a plan {source}")
+    yield FeatureReport("sequence parallel", *(split if planned or num_blocks else _without_blocks(denoisers)))
 
 
 def _named(parts: Iterable[ComponentReport]) -> str:
