@@ -41,6 +41,7 @@ def test_messages_name_options(message: str, param: str | None, expected: str) -
         (["--cache", "tea_cache"], {"cache": "tea_cache"}),
         (["--cache", '{"rel_l1_thresh": 0.2}'], {"cache": {"rel_l1_thresh": 0.2}}),
         (["--ulysses-degree", "2", "--enable-cpu-offload"], {"ulysses_degree": 2, "enable_cpu_offload": True}),
+        (["--ring-degree", "0"], {"ring_degree": 0}),
         (["--max-batch", "4", "--tolerance", "0.5"], {"max_batch": 4, "tolerance": "0.5"}),
         (["--quantization", "int8"], {"quantization": "int8"}),
         (["--quantization", "./my=files/q4.gguf"], {"quantization": "./my=files/q4.gguf"}),

@@ -125,39 +125,6 @@ def test_an_answer_that_nobody_reads_is_let_go() -> None:
     asyncio.run(run())
 
 
-def test_an_answer_that_is_read_slowly_comes_whole() -> None:
-    async def run() -> int:
-        seen = 0
-        async with listening(long_answers(3 * 2**20), timeout_s=0.5) as connect:
-            reader, writer = await connect(buffer=2**16)
-            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            while part := await reader.read(2**16):
-                seen += len(part)
-                await asyncio.sleep(0.02)
-            return seen
-
-    assert asyncio.run(run()) > 3 * 2**20 * 0.99
-
-
-@pytest.mark.parametrize(
-    "first", [b"", b"GET / HT", GET, b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc"]
-)
-def test_a_request_that_does_not_come_has_a_deadline(first: bytes) -> None:
-    """Nothing, half a header, half a body; and the second one after an answer."""
-
-    async def run() -> bytes:
-        app = Seen()
-        app.may_answer.set()
-        async with listening(app, timeout_s=0.3) as connect:
-            reader, writer = await connect()
-            writer.write(first)
-            async with asyncio.timeout(60):
-                answer: bytes = await reader.read()
-        return answer
-
-    assert asyncio.run(run()).startswith(b"HTTP/1.1 200" * (first == GET))
-
-
 def test_who_is_served_has_no_deadline() -> None:
     async def run() -> None:
         app = Seen()
@@ -170,43 +137,6 @@ def test_who_is_served_has_no_deadline() -> None:
             assert b"200 OK" in await reader.read(1000)
 
     asyncio.run(run())
-
-
-@pytest.mark.parametrize("behind", [b"", b"G", GET, GET + b"x" * 1000, b"x" * 60_000])
-@pytest.mark.parametrize("is_at_once", [True, False])
-def test_who_leaves_is_seen_to_leave_whatever_was_sent_behind_the_request(behind: bytes, is_at_once: bool) -> None:
-    async def run() -> None:
-        app = Seen()
-        async with listening(app, 9) as connect:
-            _, writer = await connect()
-            post = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc"
-            writer.write(post + behind if is_at_once else post)
-            await until(lambda: app.bodies == [b"abc"])
-            writer.write(b"" if is_at_once else behind)
-            await asyncio.sleep(0.05)
-            assert app.num_gone == 0
-            writer.close()
-            await until(lambda: app.num_gone == 1)
-
-    asyncio.run(run())
-
-
-def test_requests_behind_others_are_answered_in_turn() -> None:
-    async def run() -> bytes:
-        app = Seen()
-        app.may_answer.set()
-        async with listening(app, 9) as connect:
-            reader, writer = await connect()
-            for number in range(5):
-                body = b"x" * 5_000 * number
-                head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
-                writer.write(head % len(body) + body)
-            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            answer: bytes = await reader.read()
-            assert [len(body) for body in app.bodies] == [0, 5_000, 10_000, 15_000, 20_000, 0]
-            return answer
-
-    assert asyncio.run(run()).count(b"HTTP/1.1 200") == 6
 
 
 def test_those_who_wait_make_room_and_those_who_are_served_do_not(caplog: pytest.LogCaptureFixture) -> None:
@@ -233,24 +163,6 @@ def test_those_who_wait_make_room_and_those_who_are_served_do_not(caplog: pytest
     with caplog.at_level(logging.WARNING, "samovar.server"):
         asyncio.run(run())
     assert len([record for record in caplog.records if "too many connections" in record.message]) == 1
-
-
-def test_who_has_just_come_stays_before_those_who_send_slowly() -> None:
-    async def run() -> None:
-        app = Seen()
-        app.may_answer.set()
-        async with listening(app, 4) as connect:
-            for _ in range(4):
-                _, slow = await connect()
-                slow.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
-                await asyncio.sleep(0.02)
-            reader, writer = await connect()
-            for _ in range(2):
-                await connect()
-            writer.write(GET)
-            assert b"200 OK" in await reader.read(1000)
-
-    asyncio.run(run())
 
 
 def test_who_has_most_connections_loses_one_first() -> None:

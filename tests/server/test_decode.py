@@ -162,21 +162,6 @@ def test_images_have_a_limit_together() -> None:
     assert "All images together have more than 1,800 pixels" in found[2]
 
 
-@pytest.mark.parametrize(
-    ("body", "content_type"),
-    [
-        (b"--y\r\nnonsense", FORM_TYPE),
-        (form(SMALL), "multipart/form-data"),
-        (form(SMALL), "multipart/form-data; boundary="),
-        (b"--BOUNDARY\r\nContent-Disposition: form-data\r\n\r\nx\r\n--BOUNDARY--\r\n", FORM_TYPE),
-        (b"--BOUNDARY\r\n" + b"a: b\r\n" * 5000, FORM_TYPE),
-        (b"--BOUNDARY\r\nContent-Disposition: form-data; name=a\r\nContent-Transfer-Encoding: x\r\n\r\n", FORM_TYPE),
-    ],
-)
-def test_what_is_no_form_is_refused(body: bytes, content_type: str) -> None:
-    assert refusal(body, TASK._replace(content_type=content_type))[1] == "invalid_form"
-
-
 # ------------------------------------------------------------------------------------------------ processes
 
 LIMITS = Limits()
@@ -249,18 +234,6 @@ def test_what_takes_too_much_memory_is_refused() -> None:
         assert await ask(pool, GOOD) == SIZES
 
     run(test, 2**26)
-
-
-def test_megabytes_of_json_hold_up_no_form() -> None:
-    async def test(pool: DecodePool) -> None:
-        body = json.dumps({"prompt": "x", "quality": "auto" * 250_000}).encode()
-        reading = [asyncio.create_task(ask(pool, body, content_type=JSON)) for _ in range(60)]
-        await asyncio.sleep(0)
-        assert await ask(pool, GOOD) == SIZES
-        assert not all(each.done() for each in reading)
-        assert "quality has 1000000 characters" in str(await reading[-1])
-
-    run(test)
 
 
 def test_the_longest_prompts_are_read_however_they_are_written() -> None:

@@ -7,8 +7,6 @@ import base64
 import gc
 import io
 import json
-import time
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -78,6 +76,9 @@ def test_the_client_gets_images(server: RunningServer) -> None:
     alone = client(server).images.generate(prompt=PROMPT, size="24x16", extra_body={**extra, "seed": 8})
     assert alone.data is not None
     assert alone.data[0].b64_json == answer.data[1].b64_json
+    for kind in ("jpeg", "webp"):
+        other = client(server).images.generate(prompt=PROMPT, output_format=kind, output_compression=50)  # type: ignore[call-overload]
+        assert picture(other.data[0].b64_json).format == kind.upper()
 
 
 def test_a_image_without_the_cache_is_the_exact_one(server: RunningServer, folder: Path) -> None:
@@ -315,54 +316,8 @@ def test_a_mask_says_what_is_redrawn(tmp_path: Path) -> None:
             assert picture(made.data[0].b64_json).tobytes() == expected
         with pytest.raises(openai.BadRequestError, match="needs a mask, or an image with an alpha channel"):
             images.edit(prompt=PROMPT, image=as_file(image))
-        with pytest.raises(openai.BadRequestError, match="image must be an image, not several images"):
+        with pytest.raises(openai.BadRequestError, match="FluxInpaintPipeline redraws one image, not several"):
             images.edit(prompt=PROMPT, image=[as_file(image)] * 2, mask=as_file(mask))
-
-
-@pytest.mark.slow
-def test_a_controlnet_is_served(tmp_path: Path) -> None:
-    """Beside a model that makes images from text; the bits are those of the pipeline that has both."""
-    from diffusers import FluxPipeline
-
-    pipe = PIPELINES["flux-controlnet"].build(0)
-    pipe.controlnet.save_pretrained(tmp_path / "net")
-    parts = {name: part for name, part in pipe.components.items() if name != "controlnet"}
-    FluxPipeline(**parts).save_pretrained(tmp_path / "flux")
-    image = PIL.Image.linear_gradient("L").resize((32, 16)).convert("RGB")
-    settings = {"num_inference_steps": 2, "max_sequence_length": 8}
-    call = {"control_image": image, "width": 32, "height": 16, "generator": torch.Generator().manual_seed(3)}
-    expected = pipe(PROMPT, **call, **settings).images[0].tobytes()
-    with running(tmp_path / "flux", "--task", "controlnet", "--controlnet", str(tmp_path / "net")) as server:
-        made = client(server).images.edit(prompt=PROMPT, image=as_file(image), extra_body={"seed": 3, **settings})
-        assert made.data is not None
-        assert picture(made.data[0].b64_json).tobytes() == expected
-        with pytest.raises(openai.BadRequestError, match="needs a control image"):
-            client(server).images.generate(prompt=PROMPT)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_a_modular_pipeline_is_served(tmp_path: Path) -> None:
-    from pipelines.modular import CALLS, save_modular, tiny_modular
-
-    pipe = tiny_modular("qwen")
-    save_modular(pipe, tmp_path / "qwen")
-    (tmp_path / "qwen" / "samovar.json").write_text(json.dumps(CALLS["qwen"] | {"num_inference_steps": 2}))
-    generator = torch.Generator().manual_seed(3)
-    expected = pipe(prompt=PROMPT, generator=generator, num_inference_steps=2, output="images", **CALLS["qwen"])[0]
-    with running(tmp_path / "qwen") as server:
-        images = client(server).images
-        made = images.generate(prompt=PROMPT, extra_body={"seed": 3})
-        assert made.data is not None
-        assert picture(made.data[0].b64_json).tobytes() == expected.tobytes()
-        edited = images.edit(prompt=PROMPT, image=png((32, 16)), extra_body={"seed": 3, "strength": 0.6})
-        assert edited.data is not None
-        assert picture(edited.data[0].b64_json).size == (32, 16)
-        with server.client() as http:
-            files = {"image": png((32, 16)), "control_image": png((32, 16))}
-            answer = http.post(EDIT, data={"prompt": PROMPT}, files=files)
-        assert answer.status_code == 400
-        assert "takes control_image with a controlnet, and this one has none" in answer.json()["error"]["message"]
 
 
 @pytest.mark.slow
@@ -410,42 +365,6 @@ def test_other_arguments_of_the_pipeline_can_be_set(server: RunningServer) -> No
             refused = http.post(GENERATE, json={**body, **more})
             assert refused.status_code == 400
             assert message in refused.json()["error"]["message"]
-
-
-def test_a_bomb_takes_no_memory(guarded: RunningServer) -> None:
-    """A PNG of 50,000 x 50,000 in three megabytes: known by its header, before a pixel is decoded."""
-    headers = {"Authorization": f"Bearer {KEY}"}
-    bomb = png_of(50_000, 50_000, b"\x78\x01" + bytes(3_000_000))
-    before = guarded.resident_bytes()
-    with guarded.client(headers=headers) as http:
-        answer = http.post(EDIT, data={"prompt": PROMPT}, files={"image": ("bomb.png", bomb, "image/png")})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "image_above_limit")
-    assert guarded.resident_bytes() - before < 40e6
-
-
-def test_a_png_of_a_hundred_thousand_chunks_stops_nobody(guarded: RunningServer) -> None:
-    """Its header is read in a thread: others are answered meanwhile."""
-    empty = png()[1]
-    chunk = b"\x00\x00\x00\x00teXt" + zlib.crc32(b"teXt").to_bytes(4, "big")
-    long = empty[:33] + 200_000 * chunk + empty[33:]
-    headers = {"Authorization": f"Bearer {KEY}"}
-    with ThreadPoolExecutor(1) as pool, guarded.client(headers=headers) as http:
-        edit = pool.submit(http.post, EDIT, data={"prompt": PROMPT}, files={"image": ("a.png", long, "image/png")})
-        longest = 0.0
-        while not edit.done():
-            started = time.perf_counter()
-            http.get("/live")
-            longest = max(longest, time.perf_counter() - started)
-        assert edit.result().status_code == 200, edit.result().text
-        assert longest < 0.5 * edit.result().elapsed.total_seconds()
-
-
-def test_an_editor_that_goes_away_frees_its_place(guarded: RunningServer) -> None:
-    headers = {"Authorization": f"Bearer {KEY}"}
-    fields = {"prompt": PROMPT, "num_inference_steps": str(LONG), "strength": "1.0"}
-    with guarded.client(headers=headers) as http, pytest.raises(httpx.ReadTimeout):
-        http.post(EDIT, data=fields, files={"image": png()}, timeout=httpx.Timeout(PATIENCE_S, read=1.0))
-    until(lambda: guarded.status(**headers)["running"] == 0, "nothing is running")
 
 
 def test_nothing_is_left_of_requests_that_are_over(folder: Path) -> None:

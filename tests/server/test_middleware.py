@@ -126,16 +126,6 @@ def test_nothing_secret_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert COUNTED[-1] == ("GET", "other", 200)
 
 
-def test_a_thousand_wrong_keys_open_nothing() -> None:
-    tries = [("GET", "/v1/models", bearer(f"{KEY}{number}")) for number in range(1_000)]
-
-    async def all_of_them() -> set[int]:
-        async with guarded_by(ServerConfig(api_key=KEY)) as http:
-            return {(await http.request(m, p, headers=h)).status_code for m, p, h in tries}
-
-    assert asyncio.run(all_of_them()) == {401}
-
-
 def test_a_real_server_keeps_its_key_to_itself(guarded: RunningServer) -> None:
     with guarded.client() as http:
         assert http.get("/live").status_code == http.get("/health").status_code == 200

@@ -10,7 +10,6 @@ from typing import Any
 import PIL.Image
 import pytest
 import starlette.requests
-from starlette.requests import ClientDisconnect
 
 from samovar.engine import OmniDiffusionSamplingParams, OutputKind, PipelineFacts
 from samovar.engine.inputs import Inputs
@@ -56,23 +55,6 @@ def test_images_travel_with_the_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "size", "values", "expected"),
-    [
-        (FILM, (480, 832), {}, (832, 480, 81, 81 / 16, 832 * 480 * 81)),
-        (FILM, (480, 832), {"seconds": 1.0, "width": 64, "height": 32}, (64, 32, 17, 17 / 16, 64 * 32 * 17)),
-        (FILM, (480, 832), {"num_frames": 9, "fps": 3.0}, (832, 480, 9, 3.0, 832 * 480 * 9)),
-        (SOUND, None, {"audio_length": 2.5}, (0, 0, 1, 2.5, 2**20)),
-        (MUSIC, None, {}, (0, 0, 1, 60.0, 2**20)),
-        (IMAGE, None, {"size": "64x32"}, (64, 32, 1, None, 64 * 32)),
-        (IMAGE, None, {}, (0, 0, 1, None, 2**20)),
-        (FILM, None, {}, (0, 0, 81, 81 / 16, 81 * 2**20)),
-    ],
-)
-def test_how_much_it_makes_is_known(output: OutputKind, size: Any, values: Any, expected: tuple[Any, ...]) -> None:
-    assert wanted(output, size, **values).size[:5] == expected
-
-
-@pytest.mark.parametrize(
     ("output", "values", "limits", "param", "message"),
     [
         (FILM, {}, {"max_frames": 80}, "num_frames", "The video has 81 frames; the limit is 80 (--max-frames)"),
@@ -83,7 +65,7 @@ def test_how_much_it_makes_is_known(output: OutputKind, size: Any, values: Any, 
         (MUSIC, {}, {"max_seconds": 30}, "audio_length", "The audio has 60 seconds; the limit is 30 (--max-seconds)"),
         (SOUND, {"audio_length": 301.0}, {}, "audio_length", "The audio has 301 seconds; the limit is 300"),
         (IMAGE, {"size": "3000x3000"}, {}, "size", "size 3000x3000 is 9,000,000 pixels; the limit is 4,194,304"),
-        (IMAGE, {"size": "8x17000", "output_format": "webp"}, {}, "output_format", "webp holds at most 16383 pixels"),
+        (IMAGE, {"size": "8x17000"}, {}, "size", "size 8x17000 has a side above 16,383 pixels"),
     ],
 )  # fmt: skip
 def test_it_has_limits(output: OutputKind, values: Any, limits: Any, param: str, message: str) -> None:
@@ -140,20 +122,6 @@ def received(asked: starlette.requests.Request, ledger: Ledger, seconds: float =
         assert ledger.used == 0
 
 
-def test_a_body_is_kept_in_its_pieces() -> None:
-    ledger = Ledger(1000, "bodies")
-    assert received(request([part(b"ab"), part(b""), part(b"c", more=False)]), ledger) == [b"ab", b"c"]
-    with pytest.raises(ClientDisconnect):
-        received(request([part(bytes(60)), {"type": "http.disconnect"}]), ledger)
-
-
-def test_too_much_is_refused_whether_announced_or_not() -> None:
-    for asked in (request(content_length="101"), request([part(bytes(60)), part(bytes(41))])):
-        with pytest.raises(ApiError) as refused:
-            received(asked, Ledger(10_000, "bodies"))
-        assert (refused.value.status, refused.value.code) == (413, "body_too_large")
-
-
 def test_who_stalls_gives_way_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("samovar.server.request._STALL_S", 0.01)
     with pytest.raises(ApiError) as refused:
@@ -172,11 +140,6 @@ def test_other_kinds_are_refused(kind: str) -> None:
         check_type(request(content_type=kind), "application/json")
     assert (refused.value.status, refused.value.code) == (415, "unsupported_media_type")
     assert len(refused.value.message) < 250
-
-
-def test_the_right_kind_may_have_parameters() -> None:
-    for kind in ("Application/JSON", "application/json ; charset=UTF-8", 'application/json;charset="utf8"; x=y'):
-        assert check_type(request(content_type=kind), "application/json") == "application/json"
 
 
 # ------------------------------------------------------------------------------------------------ what is held

@@ -12,7 +12,6 @@ from typing import Any
 
 import PIL.Image
 import pytest
-from openai.types import ImageGenCompletedEvent, ImageGenPartialImageEvent, ImagesResponse
 from starlette.requests import ClientDisconnect, Request
 
 from samovar import engine
@@ -23,16 +22,13 @@ from samovar.engine import (
     GenerationResult,
     OmniDiffusionSamplingParams,
     PipelineFacts,
-    Preview,
-    Progress,
-    Started,
 )
 from samovar.server import AppState, ServerConfig
 from samovar.server.images import event_pieces, images_pieces
 from samovar.server.output_size import OutputSize
 from samovar.server.request import ClientRequest
 from samovar.server.respond import in_thread, make_now, result_of
-from samovar.server.schemas import EditBody, GenerationBody, read_body
+from samovar.server.schemas import GenerationBody, read_body
 
 PICTURE = PIL.Image.effect_mandelbrot((40, 24), (-2, -1.5, 1, 1.5), 50).convert("RGB")
 RESULT = GenerationResult(
@@ -54,24 +50,6 @@ def events(pieces: Iterator[bytes]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
-def test_images_come_in_the_format_asked_for(kind: str) -> None:
-    body = json.loads(b"".join(images_pieces(asked(output_format=kind), RESULT, 5)))
-    answer = ImagesResponse.model_validate(body)
-    assert answer.data is not None
-    assert answer.usage is not None
-    picture = PIL.Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json or "")))
-    assert (picture.format, picture.size, answer.size) == (kind.upper(), (40, 24), "40x24")
-    assert [item["seed"] for item in body["data"]] == [7, 8]
-    assert body["samovar"] == {
-        "seconds": 1.5, "num_inference_steps": 4, "notes": ["a note"], "cache": [{"error": None}], "lora": [],
-        "memory_bytes": 5,
-    }  # fmt: skip
-    assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens) == (3, 8, 11)
-    if kind == "png":
-        assert picture.tobytes() == PICTURE.tobytes()
-
-
 def test_what_means_nothing_to_these_models_is_taken_with_a_note() -> None:
     plain = asked(background="auto", moderation="auto", style=None)
     openai = asked(style="vivid", input_fidelity="high", background="transparent", moderation="low", user="u1")
@@ -80,30 +58,6 @@ def test_what_means_nothing_to_these_models_is_taken_with_a_note() -> None:
         streamed = events(event_pieces(body, Done(RESULT), 0, 0))[0]["samovar"]["notes"]
         assert whole == streamed
         assert (whole[0], [note.partition("=")[0] for note in whole[1:]]) == ("a note", noted)
-
-
-def test_compression_is_obeyed() -> None:
-    bodies = [asked(output_format="jpeg", output_compression=q) for q in (0, 50, 100)]
-    sizes = [len(b"".join(images_pieces(body, RESULT, 0))) for body in bodies]
-    assert sizes == sorted(set(sizes))
-
-
-def test_events_are_openais_and_steps_ours() -> None:
-    (partial,) = events(event_pieces(asked(), Preview(1, 4, 0, PICTURE), 2, 0))
-    assert ImageGenPartialImageEvent.model_validate(partial, strict=True).partial_image_index == 2
-    completed = events(event_pieces(asked(), Done(RESULT), 0, 0))
-    assert [ImageGenCompletedEvent.model_validate(body, strict=True).size for body in completed] == ["40x24"] * 2
-    assert [(body["seed"], body["image_index"]) for body in completed] == [(7, 0), (8, 1)]
-    assert events(event_pieces(EditBody(prompt="a"), Done(RESULT), 0, 0))[0]["type"] == "image_edit.completed"
-    step, every = Progress(2, 4, 0, 1, 0.5, False), asked(progress=True)
-    assert events(event_pieces(asked(), step, 0, 0)) == []
-    assert events(event_pieces(every, Started(0.25), 0, 0)) == [{"type": "samovar.started", "seconds_queued": 0.25}]
-    assert events(event_pieces(every, step, 0, 0)) == [{
-        "type": "samovar.progress", "step": 2, "num_steps": 4, "image_index": 0, "num_images": 1, "seconds": 0.5,
-        "is_computed": False,
-    }]  # fmt: skip
-    (failed,) = events(event_pieces(asked(), Failed(NanLatentsError("NaN", 3, None)), 0, 0))
-    assert failed["error"]["code"] == "nan_latents"
 
 
 def test_no_piece_is_long() -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from pipelines import PIPELINES
 from samovar.core.errors import SettingError
 from samovar.engine import OmniDiffusionSamplingParams, OutputKind, PipelineFacts
 from samovar.engine.inputs import Inputs
-from samovar.omni import AsyncOmni, Omni
+from samovar.omni import AsyncOmni
 from samovar.server import AppState, Limits, ServerConfig
 from samovar.server.errors import ApiError
 
@@ -95,13 +92,6 @@ def test_only_the_model_that_is_served_is_known(name: str) -> None:
     state().check_model(None)
 
 
-def test_a_cache_of_the_environment_is_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not state().is_cached
-    monkeypatch.setenv("DIFFUSION_CACHE_BACKEND", "tea_cache")
-    assert state().is_cached
-    assert not state(cache_backend="none").is_cached
-
-
 def test_a_folder_has_its_name_wherever_it_is_called_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "flux" / "inside").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "flux" / "inside")
@@ -150,30 +140,3 @@ def test_limits_bind_the_models_own_defaults(limits: Limits, multiple: int, says
         opened(PipelineFacts("Tiny", frozenset(), multiple, defaults), limits)
     one = opened(PipelineFacts("Tiny", frozenset(), 1, defaults))
     assert (one.phase, one.is_loaded) == ("serving", True)
-
-
-async def make_video(folder: Path, jobs: Path) -> None:
-    """A video comes out of a worker process as it was made, and the server opens for its model."""
-    call: dict[str, Any] = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 1, "seed": 2}
-    async with AsyncOmni(str(folder), device="cpu") as omni:
-        few = Limits(max_frames=160)
-        with pytest.raises(SettingError, match=r"would all be refused: The video has 161 frames; the limit is 160"):
-            AppState(omni, ServerConfig(limits=few, jobs=jobs)).open()
-        state = AppState(omni, ServerConfig(jobs=jobs))
-        state.open()
-        with pytest.raises(SettingError, match=r"Another server keeps its jobs in .* Give this one its own: --jobs"):
-            AppState(omni, ServerConfig(jobs=jobs)).open()
-        with pytest.raises(ApiError, match=r"makes video. Ask for it at /v1/videos"):
-            state.check_open("image")
-        result = await omni.generate("a cat", OmniDiffusionSamplingParams(**call, max_sequence_length=16))
-        await state.close()
-    tiny = PIPELINES["ltx"].build(0)
-    with Omni(tiny) as here:
-        (same,) = here.generate("a cat", max_sequence_length=16, **call)
-    assert np.array_equal(result.videos[0].frames, same.videos[0].frames)
-    assert (len(result.videos[0]), result.videos[0].fps) == (9, 25.0)
-
-
-def test_a_model_that_makes_videos_is_served(tmp_path: Path) -> None:
-    PIPELINES["ltx"].build(0).save_pretrained(tmp_path / "ltx")
-    asyncio.run(make_video(tmp_path / "ltx", tmp_path / "jobs"))

@@ -10,13 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from samovar.core.errors import QueueFullError, SettingError
-from samovar.engine import Done, Failed, GenerationResult, OmniDiffusionSamplingParams, Progress, Started
+from samovar.engine import Done, GenerationResult, OmniDiffusionSamplingParams, Progress, Started
 from samovar.engine.request import Adapter
 from samovar.omni import AsyncOmni
 from samovar.server import AppState, ServerConfig, create_app
 from samovar.server.middleware import Middleware
-from samovar.server.traces import ACCOUNT, keep_account
+from samovar.server.traces import keep_account
 
 trace = pytest.importorskip("opentelemetry.trace")
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -67,22 +66,6 @@ def provider(monkeypatch: pytest.MonkeyPatch) -> Provider:
 
 def job(*events: Any) -> Any:
     return SimpleNamespace(id="request-1", since=0.0, events=events)
-
-
-def account(*events: Any) -> dict[str, Any]:
-    scope: dict[str, Any] = {}
-    keep_account(scope, job(*events))
-    found: dict[str, Any] = scope[ACCOUNT]
-    return found
-
-
-def test_an_account_has_figures_and_no_prompt() -> None:
-    assert account(Started(0.5), *STEPS, Done(RESULT)) == {
-        "job": "request-1", "queue_s": 0.5, "generate_s": 2.0, "images": 0, "lora": "ink", "steps_computed": 2,
-        "steps_skipped": 1,
-    }  # fmt: skip
-    assert account(Failed(QueueFullError("full", 1.0)))["error"] == "queue_full"
-    assert account(Failed(SettingError("no")))["error"] == "bad_request"
 
 
 async def answers_503(scope: Any, receive: Any, send: Any) -> None:

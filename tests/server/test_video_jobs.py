@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import socket
 import subprocess
@@ -234,17 +235,10 @@ def test_the_disk_has_a_limit_and_videos_expire(video_folder: Path, tmp_path: Pa
         assert 24_000 - used < 20_736
         refused = httpx.post(f"{server.address}{VIDEOS}", json={"prompt": PROMPT}, timeout=PATIENCE_S)
         assert (refused.status_code, refused.json()["error"]["code"]) == (507, "disk_full")
-        assert "may take 20,736 bytes on disk" in refused.text
+        found = re.search(r"may take ([\d,]+) bytes on disk", refused.text)
+        assert found is not None
+        assert 20_736 + 1024 < int(found[1].replace(",", "")) < 20_736 + 2048, "with its record"
         assert "of 24,000 (--max-job-disk)" in refused.text
         until(lambda: look(server, first["id"]).get("error"), "it has expired")
         assert ended(server, ask(server))["status"] == "completed"
         assert not (tmp_path / first["id"]).exists()
-
-
-@pytest.mark.slow
-def test_only_one_server_keeps_jobs_in_a_folder(video_folder: Path, tmp_path: Path) -> None:
-    with running(video_folder, "--jobs", str(tmp_path)):
-        other = RunningServer(video_folder, "--jobs", str(tmp_path))
-        assert other.process.wait(PATIENCE_S) == 2
-        other.end()
-        assert "Another server keeps its jobs in" in other.text

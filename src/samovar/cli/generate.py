@@ -189,12 +189,5 @@ def _check_output(output: str, count: int | None) -> None:
     """Refuse files that cannot be written, before anything is made."""
     check_suffix(output)
     for file in numbered(output, count or 1):
-        if not file.parent.is_dir():
-            raise SettingError(f"--output {output!r}: there is no folder {str(file.parent)!r}. Create it first.")
-        was_there = file.exists()
-        try:
-            file.open("ab").close()
-        except OSError as error:
-            raise SettingError(f"--output {str(file)!r} cannot be written: {error.strerror}.") from error
-        if not was_there:
-            file.unlink()
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise SettingError(f"--output {str(file)!r} cannot be written. Give a file in a folder that is there.")

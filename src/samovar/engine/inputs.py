@@ -91,6 +91,8 @@ class Inputs:
         """The alpha channel of an image is its mask, if there is no other. Refuse one of another shape: stretched, it
         would say something else. Its size may differ."""
         assert self.mask is not None, "the pipeline takes one"
+        if isinstance(image, (list, tuple)):
+            raise SettingError(f"{class_name} redraws one image, not several. Give one.", param="image")
         if self.mask not in call and isinstance(image, Image):
             if "A" not in image.getbands():
                 message = "needs a mask, or an image with an alpha channel: it redraws what is transparent."

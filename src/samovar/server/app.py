@@ -86,9 +86,7 @@ def create_app(state: AppState) -> ASGIApp:
     silent: Any = {"tracing": False, "logs": False}
     app = FastAPI(
         title="Samovar", version=__version__, docs_url=None, redoc_url=None, telemetry=silent, responses=_ERRORS,
-        exception_handlers={
-            SamovarError: _ours, HTTPException: _by_framework, ClientDisconnect: _gone, Exception: _unexpected,
-        },
+        exception_handlers=dict.fromkeys((SamovarError, HTTPException, ClientDisconnect, Exception), _refused),
     )  # fmt: skip
     for endpoint in ENDPOINTS:
         _add_endpoint(app, state, endpoint)
@@ -162,8 +160,8 @@ def _add_models(app: FastAPI, state: AppState) -> None:
 def _add_probes(app: FastAPI, state: AppState, metrics: Metrics) -> None:
     def report(*well: str) -> Response:
         status, problem = state.omni.status(), state.problem() or "ok"
-        body = {"status": problem, "model": state.model_name, "restarts": status.restarts, **_made(state)}
-        body |= {"replicas": len(status.replicas), "replicas_ready": status.replicas_ready}
+        body = {"status": problem, "model": state.model_name, "restarts": status.restarts, **_made(state),
+                "replicas": len(status.replicas), "replicas_ready": status.replicas_ready}  # fmt: skip
         return JSONResponse(body, 200 if problem in well else 503)
 
     async def live() -> dict[str, str]:
@@ -181,9 +179,9 @@ def _add_probes(app: FastAPI, state: AppState, metrics: Metrics) -> None:
     async def prometheus() -> Response:
         return Response(metrics.text(), media_type=metrics.content_type)
 
-    for path, handler in (("/live", live), ("/ready", ready), ("/health", health), ("/metrics", prometheus)):
-        app.add_api_route(path, handler, methods=["GET"], response_model=None)
-        app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)  # Some load balancers do.
+    for path, handler in {"/live": live, "/ready": ready, "/health": health, "/metrics": prometheus}.items():
+        app.get(path, response_model=None)(handler)
+        app.head(path, include_in_schema=False, response_model=None)(handler)  # Some load balancers do.
 
 
 def _add_page(app: FastAPI) -> None:
@@ -205,25 +203,21 @@ def _add_page(app: FastAPI) -> None:
     app.add_api_route("/docs", docs, include_in_schema=False)
 
 
-async def _ours(http: HttpRequest, error: Any) -> Response:
-    return api_error(error).response()
-
-
-async def _by_framework(http: HttpRequest, error: Any) -> Response:
+async def _refused(http: HttpRequest, error: Exception) -> Response:
     path = repr(http.url.path[:200])
-    message, code = {
-        404: (f"There is nothing at {path}.", "not_found"),
-        405: (f"{path} does not support the method {http.method[:20]}.", "method_not_allowed"),
-    }.get(error.status_code, (str(error.detail)[:200], "invalid_request"))
-    return ApiError(error.status_code, message, code=code, headers=error.headers).response()
-
-
-async def _gone(http: HttpRequest, error: Any) -> Response:
-    return ApiError(499, "The client went away.", code="cancelled").response()  # For the log alone.
-
-
-async def _unexpected(http: HttpRequest, error: Any) -> Response:
-    return ApiError(500, "The server failed. Its log says why.", code="internal_error").response()
+    match error:
+        case SamovarError():
+            refused = api_error(error)
+        case HTTPException(status_code=404):
+            refused = ApiError(404, f"There is nothing at {path}.", code="not_found")
+        case HTTPException(status_code=405):
+            message = f"{path} does not support the method {http.method[:20]}."
+            refused = ApiError(405, message, code="method_not_allowed", headers=error.headers)
+        case ClientDisconnect():
+            refused = ApiError(499, "The client went away.", code="cancelled")  # For the log alone.
+        case _:
+            refused = ApiError(500, "The server failed. Its log says why.", code="internal_error")
+    return refused.response()
 
 
 def _made(state: AppState) -> dict[str, str]:
@@ -234,22 +228,19 @@ def _made(state: AppState) -> dict[str, str]:
 def _status(state: AppState) -> dict[str, Any]:
     """What the page shows: the model, its limits, and how busy it is."""
     omni = state.omni
-    found = {
+    loaded = state.is_loaded
+    return {
         **asdict(omni.status()),
         "version": __version__,
         "model": state.model_name,
         "problem": state.problem(),
-        "is_cached": state.is_cached,
+        "is_cached": state.cache is not None,
         "adapters": state.adapters,
         "limits": asdict(state.config.limits),
         "max_queue": omni.config.max_queue,
-    }
-    if not state.is_loaded:
-        return found | {"defaults": {}, "can_edit": False, "output": None, "seconds": None, "inputs": ()}
-    return found | {
-        "defaults": omni.defaults.given(),
-        "can_edit": omni.can_edit,
-        "output": omni.output.kind,
-        "seconds": state.usual_size.seconds,
-        "inputs": omni.facts.inputs.takes,
+        "defaults": omni.defaults.given() if loaded else {},
+        "can_edit": loaded and omni.can_edit,
+        "output": omni.output.kind if loaded else None,
+        "seconds": state.usual_size.seconds if loaded else None,
+        "inputs": omni.facts.inputs.takes if loaded else (),
     }

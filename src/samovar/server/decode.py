@@ -18,7 +18,6 @@ import resource
 import signal
 import struct
 import threading
-from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
@@ -47,7 +46,6 @@ _LONG = 1000
 """Characters of a text."""
 _PIECE = 2**16
 _DATA_URL = re.compile(r"data:[^,]{0,100};base64,", flags=re.IGNORECASE)
-_FORMATS = ("PNG", "JPEG", "WEBP")
 Found = tuple[dict[str, Any], list[tuple[str, Image]]]
 """The values of a body, and its images with their names."""
 
@@ -93,12 +91,12 @@ class DecodePool:
             return read_object(body), []
         place = size > (_LARGE_OBJECT if is_object else _LARGE)
         async with self._turns[place]:
-            # Twice: the process may still be busy with a body whose client has left, and end over that one.
-            for pool in (self._pools[place], self._new_pool()):
-                self._pools[place] = pool
-                with contextlib.suppress(BrokenProcessPool, MemoryError):
-                    return await asyncio.get_running_loop().run_in_executor(pool, read_body, task, parts)
-            self._pools[place] = self._new_pool()
+            for _ in range(2):  # The process may still be busy with a body whose client has left, and end over that.
+                try:
+                    loop = asyncio.get_running_loop()
+                    return await loop.run_in_executor(self._pools[place], read_body, task, parts)
+                except (BrokenProcessPool, MemoryError):
+                    self._pools[place] = self._new_pool()
         message = f"The body took more than {task.cpu_s:g} s or too much memory to read, or an image in it is damaged."
         raise Refused(f"{message} Save it again, as an ordinary PNG or JPEG.", "image", "invalid_image")
 
@@ -128,23 +126,25 @@ def _end_with_parent() -> None:
 def read_body(task: Task, parts: list[bytes]) -> Found:
     """The values of a body, and its images with their names."""
     signal.setitimer(signal.ITIMER_PROF, task.cpu_s)  # SIGPROF ends the process.
-    body = b"".join(parts)
-    if task.content_type == IMAGE:
-        values, files = dict[str, Any](), [(task.files[0], body)]
-    else:
-        values, files = (read_object(body), []) if task.content_type == JSON else _read_form(task, body)
+    body, values = b"".join(parts), dict[str, Any]()
+    files = [(task.files[0], body)] if task.content_type == IMAGE else list[tuple[str, bytes]]()
+    if task.content_type == JSON:
+        values = read_object(body)
+    elif task.content_type != IMAGE:
+        values, files = _read_form(task, body)
     files += _take_data(values, task.files)
     _check_values(values, task.max_characters)
-    for name, count in Counter(name for name, _ in files).items():
+    images: list[tuple[str, Image]] = []
+    for name, content in files:
         if name not in task.files:
             known = ", ".join(each for each in task.files if not each.endswith("[]"))
             raise Refused(f"{name[:50]!r} is not a known file. Expected {known}.", name[:100], "unknown_field")
-        if count > 1 and name not in _SEVERAL:
+        if name in dict(images) and name not in _SEVERAL:
             raise Refused(f"The field {name!r} is given twice.", name)
-    images = [(name, read_image(content, task.max_pixels, name)) for name, content in files]
-    if sum(image.width * image.height for _, image in images) > 2 * task.max_pixels:  # An image and its mask.
-        message = f"All images together have more than {2 * task.max_pixels:,} pixels. Send fewer or smaller ones."
-        raise Refused(message, images[-1][0], "image_above_limit")
+        images.append((name, read_image(content, task.max_pixels, name)))
+        if sum(image.width * image.height for _, image in images) > 2 * task.max_pixels:  # An image and its mask.
+            message = f"All images together have more than {2 * task.max_pixels:,} pixels. Send fewer or smaller ones."
+            raise Refused(message, name, "image_above_limit")
     signal.setitimer(signal.ITIMER_PROF, 0)
     return values, images
 
@@ -235,31 +235,22 @@ def _check_values(values: dict[str, Any], max_characters: int) -> None:
 def read_image(content: bytes, max_pixels: int, name: str = "image") -> Image:
     """The pixels of an image; transparency is kept, as some models redraw what is transparent."""
     try:
-        image = PIL.Image.open(io.BytesIO(content), formats=_FORMATS)
-    except (OSError, ValueError, SyntaxError, LookupError) as error:
-        raise Refused(f"{name} is not a readable PNG, JPEG or WebP file.", name, "invalid_image") from error
-    if image.width * image.height > max_pixels:
-        message = f"{name} is {image.width}x{image.height}; the limit is {max_pixels:,} pixels. Send a smaller one."
-        raise Refused(message, name, "image_above_limit")
-    # In the data of a scan no byte FF is followed by DA, so each pair begins one, but for a few within metadata.
-    if image.format in ("JPEG", "MPO") and content.count(b"\xff\xda") > _MAX_SCANS:
-        message = f"{name} has more than {_MAX_SCANS} scans. Save it as an ordinary JPEG."
-        raise Refused(message, name, "invalid_image")
-    try:
+        image = PIL.Image.open(io.BytesIO(content), formats=("PNG", "JPEG", "WEBP"))
+        if image.width * image.height > max_pixels:
+            message = f"{name} is {image.width}x{image.height}; the limit is {max_pixels:,} pixels. Send a smaller one."
+            raise Refused(message, name, "image_above_limit")
+        # In the data of a scan no byte FF is followed by DA, so each pair begins one, but for a few within metadata.
+        if image.format in ("JPEG", "MPO") and content.count(b"\xff\xda") > _MAX_SCANS:
+            message = f"{name} has more than {_MAX_SCANS} scans. Save it as an ordinary JPEG."
+            raise Refused(message, name, "invalid_image")
         is_transparent = "A" in image.getbands() or "transparency" in image.info
-        turned = _turned(image)
-        if turned.mode.startswith("I"):  # 16 bits, which would be clipped to white.
-            turned = turned.convert("I").point(lambda level: level * (255 / 65535)).convert("L")
-        found = turned.convert("RGBA" if is_transparent else "RGB")
+        with contextlib.suppress(struct.error, TypeError, AttributeError):  # A camera's notes that cannot be read.
+            PIL.ImageOps.exif_transpose(image, in_place=True)
+        if image.mode.startswith("I"):  # 16 bits, which would be clipped to white.
+            image = image.convert("I").point(lambda level: level * (255 / 65535)).convert("L")
+        found = image.convert("RGBA" if is_transparent else "RGB")
     except (OSError, ValueError, SyntaxError, LookupError) as error:
-        raise Refused(f"{name} is damaged: its pixels cannot be decoded.", name, "invalid_image") from error
+        message = f"{name} is not a readable PNG, JPEG or WebP file, or it is damaged."
+        raise Refused(message, name, "invalid_image") from error
     found.info = {}  # What else is in the file stays here.
     return found
-
-
-def _turned(image: Image) -> Image:
-    """As a camera noted it, if its notes can be read."""
-    try:
-        return PIL.ImageOps.exif_transpose(image)
-    except (struct.error, TypeError, AttributeError):
-        return image

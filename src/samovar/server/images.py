@@ -55,8 +55,8 @@ async def respond_with_images(http: HttpRequest, wanted: ClientRequest[Any]) -> 
     body: ImageBody = wanted.body
     if (mask := wanted.request.inputs.get("mask")) is not None:
         white = await asyncio.to_thread(_where_white, mask)
-        request = replace(wanted.request, inputs={**wanted.request.inputs, "mask": white})
-        wanted = replace(wanted, request=request)
+        inputs = {**wanted.request.inputs, "mask": white}
+        wanted = replace(wanted, request=replace(wanted.request, inputs=inputs, arguments=None))
     status = wanted.state.omni.status
 
     async def answer(job: Job) -> tuple[AsyncIterator[bytes], str]:

@@ -126,8 +126,7 @@ class JobStore:
 
     def save(self, job: VideoJob) -> None:
         """Add a job or store its changes; sqlite3.OperationalError on a full disk."""
-        record = job.model_dump_json().encode()
-        num_bytes = job.num_bytes + len(record) + _ROW_BYTES
+        record, num_bytes = row_of(job)
         self._database.execute(_SAVE, (job.id, job.model, job.status, job.expires_at, num_bytes, record))
 
     def delete(self, where: str, *values: Any) -> int:
@@ -152,6 +151,12 @@ class JobStore:
             os.fsync(opened)
             os.close(opened)
         return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def row_of(job: VideoJob) -> tuple[bytes, int]:
+    """The record of a job, and the bytes that it takes on disk with its files."""
+    record = job.model_dump_json().encode()
+    return record, job.num_bytes + len(record) + _ROW_BYTES
 
 
 def _open(file: Path) -> sqlite3.Connection:

@@ -11,28 +11,28 @@ from prometheus_client.registry import Collector
 from ..engine import EngineStatus
 
 _SECONDS = (0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-_OF_ALL = (
-    (GaugeMetricFamily, "samovar_ready", "Whether requests are taken now", "is_ready"),
-    (GaugeMetricFamily, "samovar_requests_queued", "Requests in the queue", "queued"),
-    (GaugeMetricFamily, "samovar_requests_running", "Requests that run", "running"),
-    (GaugeMetricFamily, "samovar_memory_bytes", "Memory of the workers", "memory_bytes"),
-    (CounterMetricFamily, "samovar_worker_restarts", "Workers that were replaced", "restarts"),
-    (CounterMetricFamily, "samovar_steps_computed", "Denoising steps that were computed", "steps_computed"),
-    (CounterMetricFamily, "samovar_steps_skipped", "Denoising steps that the cache skipped", "steps_skipped"),
-    (CounterMetricFamily, "samovar_step_seconds", "Time in denoising steps; divide by samovar_steps", "step_seconds"),
-    (CounterMetricFamily, "samovar_steps", "Denoising steps", "step_count"),
-    (CounterMetricFamily, "samovar_bytes_moved", "Bytes of weights moved by offload", "bytes_moved"),
-    (CounterMetricFamily, "samovar_images", "Images, videos and sounds made", "images"),
-)
-"""What is shown of the engine, and its field."""
-_OF_REPLICAS = (
-    (GaugeMetricFamily, "samovar_replica_ready", "Whether this worker takes requests now", "is_ready"),
-    (GaugeMetricFamily, "samovar_replica_requests_running", "Requests that it runs", "running"),
-    (GaugeMetricFamily, "samovar_replica_memory_bytes", "Its memory", "memory_bytes"),
-    (CounterMetricFamily, "samovar_replica_restarts", "How often it was replaced", "restarts"),
-    (CounterMetricFamily, "samovar_replica_images", "Images, videos and sounds that it made", "images"),
-)
-"""Likewise of each worker."""
+_GAUGES = """
+ready is_ready: Whether requests are taken now
+requests_queued queued: Requests in the queue
+requests_running running: Requests that run
+memory_bytes memory_bytes: Memory of the workers
+replica_ready is_ready: Whether this worker takes requests now
+replica_requests_running running: Requests that it runs
+replica_memory_bytes memory_bytes: Its memory
+"""
+"""Figures of the engine, and of each worker: the metric, the field, and what it means."""
+_COUNTERS = """
+worker_restarts restarts: Workers that were replaced
+steps_computed steps_computed: Denoising steps that were computed
+steps_skipped steps_skipped: Denoising steps that the cache skipped
+step_seconds step_seconds: Time in denoising steps; divide by samovar_steps
+steps step_count: Denoising steps
+bytes_moved bytes_moved: Bytes of weights moved by offload
+images images: Images, videos and sounds made
+replica_restarts restarts: How often it was replaced
+replica_images images: Images, videos and sounds that it made
+"""
+"""Likewise totals since the start."""
 
 
 class Metrics(Collector):
@@ -61,13 +61,15 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         status = self._status()
-        for kind, name, text, field in _OF_ALL:
-            yield kind(name, text, value=float(getattr(status, field)))
-        for kind, name, text, field in _OF_REPLICAS:
-            family = kind(name, text, labels=["replica"])
-            for number, replica in enumerate(status.replicas):
-                family.add_metric([str(number)], float(getattr(replica, field)))
-            yield family
+        for kind, lines in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for line in lines.strip().splitlines():
+                names, _, text = line.partition(": ")
+                name, field = names.split()
+                of_each = name.startswith("replica_")
+                family = kind(f"samovar_{name}", text, labels=["replica"] * of_each)
+                for number, part in enumerate(status.replicas if of_each else [status]):
+                    family.add_metric([str(number)] * of_each, float(getattr(part, field)))
+                yield family
         failures = CounterMetricFamily("samovar_failures", "Failed requests by error code", labels=["code"])
         for code, number in status.failures.items():
             failures.add_metric([code], number)

@@ -10,6 +10,8 @@ from .settings import BYTES_PER_PIXEL, Limits
 
 _USUAL_PIXELS = 1024 * 1024
 """Of a model that does not say how large its images are."""
+_MAX_SIDE = 16_383
+"""Pixels that every format of images holds per side."""
 _USUAL_SECONDS, _BYTES_PER_SAMPLE = 60, 16
 """Of a sound that does not say how long it is; and of two channels, in memory and on their way."""
 
@@ -51,6 +53,8 @@ def _check_limits(
 ) -> None:
     width, height = sides
     size = f"{width}x{height}" if width else f"the model's size, taken as {_USUAL_PIXELS:,} pixels,"
+    if max(sides) > _MAX_SIDE:
+        raise SettingError(f"size {size} has a side above {_MAX_SIDE:,} pixels. Ask for less.", param="size")
     for param, what, value, option, most in (
         ("size", f"size {size} is {{}} pixels", width * height, "max-pixels", limits.max_pixels),
         ("seconds", f"The {facts.output} has {{}} seconds", seconds, "max-seconds", limits.max_seconds),

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -53,7 +52,7 @@ def client_request(state: AppState, kind: type[Body], values: Mapping[str, Any],
     body = read_body(state.schema(kind), values, facts)
     body.check()
     state.check_model(body.model)
-    with _in_words_of(body):
+    try:
         request = Request(
             body.prompt,
             body.params(),
@@ -64,9 +63,12 @@ def client_request(state: AppState, kind: type[Body], values: Mapping[str, Any],
             tolerance=state.tolerance_of(body.tolerance, body.quality),
             inputs={name: each[0] for name, each in images.items() if name != "image"},
         )
-        facts.check(request)
+        request = facts.check(request)
         size = output_size(facts, request, state.config.limits)
-    body.check_sides(size.width, size.height)
+    except SettingError as error:  # By the names that parameters have in this kind of request.
+        refused = api_error(error)
+        refused.param = body.wire_names.get(refused.param or "", refused.param)
+        raise refused from error
     if size.num_bytes > state.images.most:
         message = (
             f"The {facts.output} would take {size.num_bytes:,} bytes of memory; the limit is {state.images.most:,}"
@@ -74,17 +76,6 @@ def client_request(state: AppState, kind: type[Body], values: Mapping[str, Any],
         param = "n" if facts.output.kind == "image" else "size"
         raise refusal(param, f"{message} (--max-memory). Ask for less.", "size_above_limit")
     return ClientRequest(state, body, request, size)
-
-
-@contextlib.contextmanager
-def _in_words_of(body: Any) -> Iterator[None]:
-    """Refuse by the names that parameters have in this kind of request."""
-    try:
-        yield
-    except SettingError as error:
-        refused = api_error(error)
-        refused.param = body.wire_names.get(refused.param or "", refused.param)
-        raise refused from error
 
 
 async def read_values(

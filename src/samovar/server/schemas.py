@@ -23,8 +23,6 @@ from .errors import ApiError, refusal
 from .settings import Limits
 
 _MAX_SEED = 2**63 - 1
-_MAX_SIDE = {"webp": 16_383, "jpeg": 65_500}
-"""Pixels that a format can hold per side."""
 _SCALAR = re.compile(r"true|false|-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,18})?", flags=re.ASCII)
 _OPENAI = ("background", "moderation", "style", "input_fidelity", "user")
 """Fields of OpenAI's own models."""
@@ -125,9 +123,6 @@ class RequestBody(BaseModel):
     def check(self) -> None:
         """Refuse fields that make no sense beside others."""
 
-    def check_sides(self, width: int, height: int) -> None:
-        """Refuse an image that its format cannot hold, before it is made."""
-
     def params(self) -> OmniDiffusionSamplingParams:
         names = {field.name for field in fields(OmniDiffusionSamplingParams)} & type(self).model_fields.keys()
         given = {name: getattr(self, name) for name in names} | self._other_params()
@@ -174,12 +169,6 @@ class ImageBody(RequestBody):
             raise refusal("output_compression", "output_compression is for jpeg and webp; png is lossless.")
         if (self.seed or 0) + (self.n or 1) - 1 > _MAX_SEED:
             raise refusal("seed", f"seed + n - 1 must be at most {_MAX_SEED}: image i uses seed + i.")
-
-    def check_sides(self, width: int, height: int) -> None:
-        most = _MAX_SIDE.get(self.format)
-        if most is not None and max(width, height) > most:
-            message = f"output_format {self.format} holds at most {most} pixels a side, not {width}x{height}. Use png."
-            raise refusal("output_format", message, "unsupported_value")
 
     def _other_params(self) -> dict[str, Any]:
         return _sides(self.size) | {"num_outputs_per_prompt": self.n}
@@ -285,7 +274,7 @@ def _options(facts: PipelineFacts, limits: Limits) -> dict[str, Any]:
     output = facts.output
     own = {output.frames_argument, output.fps_argument, output.duration_argument, *facts.inputs.takes}
     free = facts.takes - own - _CLOSED
-    schedule = Annotated[list[float], Field(max_length=limits.max_steps)]
+    schedule = Annotated[list[float], Field(min_length=1, max_length=limits.max_steps)]
     found: dict[str, Any] = dict.fromkeys(free & {"sigmas", "timesteps"}, schedule)
     found |= {name: text for name in free if _OTHER_PROMPTS.fullmatch(name)}
     for name in free & facts.types.keys():

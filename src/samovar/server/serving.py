@@ -28,7 +28,7 @@ async def serve(state: AppState, on_listening: Callable[[str], None], on_ready: 
     """Serve until a signal comes. The callbacks get the address: when it answers, and when images can be made."""
     config = state.config
     listener = _bind(config.host, config.port, config.request_timeout_s)
-    host, port = _advertised(config.host), listener.getsockname()[1]
+    host, port = config.host, listener.getsockname()[1]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     server = _Server(state)
     stop = asyncio.Event()
@@ -126,15 +126,6 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(_BACKLOG)  # asyncio accepts as many at once as it lets wait: too many for us.
-
-
-def _advertised(host: str) -> str:
-    """The address by which others reach a server: of one that listens everywhere, this machine's in its network."""
-    if host == "0.0.0.0":
-        with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))  # Nothing is sent: it only chooses the way out.
-            return str(probe.getsockname()[0])
-    return host
 
 
 def _bind(host: str, port: int, timeout_s: float) -> socket.socket:

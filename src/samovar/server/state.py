@@ -147,20 +147,16 @@ class AppState:
         return lora or [{"name": model}]
 
     @property
-    def _cache(self) -> str | None:
+    def cache(self) -> str | None:
+        """The cache by which the engine skips steps; it may also come from the environment."""
         choice = self.omni.config.attach_config.cache
         return None if choice is None else choice.backend
-
-    @property
-    def is_cached(self) -> bool:
-        """Whether the engine skips steps; a cache may also come from the environment."""
-        return self._cache is not None
 
     def tolerance_of(self, tolerance: float | str | None, quality: str | None) -> float | str | None:
         """How much the cache may lose for a request: what it says, or what its quality stands for, within the limit."""
         most, by_quality = self.config.max_tolerance, _TOLERANCES.get(quality or "")
         if tolerance is None:
-            if self._cache != "auto" or by_quality is None:
+            if self.cache != "auto" or by_quality is None:
                 return None  # Every step is computed, or nothing special is asked for; or see `is_exact`.
             return by_quality if most is None or read_tolerance(by_quality) <= most else most
         if by_quality is not None:
@@ -172,7 +168,7 @@ class AppState:
     def is_exact(self, cache: bool | None, quality: str | None) -> bool:
         """Whether every step of a request is computed: it says so, or it wants the quality "high" where the cache makes
         no promise of any."""
-        return cache is False or (self._cache not in (None, "auto") and _TOLERANCES.get(quality or "") == "high")
+        return cache is False or (self.cache not in (None, "auto") and _TOLERANCES.get(quality or "") == "high")
 
     def problem(self) -> str | None:
         """Why no request is taken now, or None."""

@@ -28,7 +28,7 @@ from ..core.settings import parse_bytes
 from ..engine import Done, Failed, GenerationResult, Job, Preview, Progress, Started
 from ..media import Video, check_suffix, encode, spritesheet, thumbnail, webp
 from .errors import ApiError, api_error
-from .job_store import JobStore, VideoJob
+from .job_store import JobStore, VideoJob, row_of
 from .request import ClientRequest, client_request
 from .respond import details_of
 from .schemas import VideoBody
@@ -144,7 +144,7 @@ class VideoJobs:
         )
 
         def keep() -> None:
-            self._make_room(job.num_bytes)
+            self._make_room(row_of(job)[1])
             self.store.write(job.id, {name: encode(image, ".png") for name, image in images.items()})
             self.store.save(job)
 
