@@ -36,7 +36,7 @@ BUDGETS = {
     "arch": 14_900,
     "builtin": 100,
     "cache": 22_950,
-    "cli": 8_300,
+    "cli": 8_250,
     "compose": 9_000,
     "core": 10_100,
     "engine": 35_500,
@@ -48,7 +48,7 @@ BUDGETS = {
     "omni": 2_200,
     "parallel": 18_300,
     "serve_ray": 1_000,
-    "server": 24_500,
+    "server": 24_100,
     "trace": 17_700,
 }
 MAX_SOURCE, MAX_TESTS = 247_500, 421_000

@@ -301,7 +301,7 @@ def test_a_video_begins_with_an_image(tmp_path: Path) -> None:
         running(tmp_path / "model", "--jobs", str(tmp_path / "jobs"), "--fetch-origin", site) as server,
         openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client,
     ):
-        with pytest.raises(openai.BadRequestError, match="needs an image"):
+        with pytest.raises(openai.BadRequestError, match="needs image"):
             client.videos.create(prompt=PROMPT, size=size, extra_body=extra)  # type: ignore[arg-type]
         films = []
         for shade in ("black", "white"):
