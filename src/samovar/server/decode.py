@@ -235,7 +235,7 @@ def _check_values(values: dict[str, Any], max_characters: int) -> None:
 def read_image(content: bytes, max_pixels: int, name: str = "image") -> Image:
     """The pixels of an image; transparency is kept, as some models redraw what is transparent."""
     try:
-        image = PIL.Image.open(io.BytesIO(content), formats=("PNG", "JPEG", "WEBP"))
+        image: Image = PIL.Image.open(io.BytesIO(content), formats=("PNG", "JPEG", "WEBP"))
         if image.width * image.height > max_pixels:
             message = f"{name} is {image.width}x{image.height}; the limit is {max_pixels:,} pixels. Send a smaller one."
             raise Refused(message, name, "image_above_limit")
