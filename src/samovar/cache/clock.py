@@ -7,7 +7,6 @@ back.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -70,8 +69,8 @@ class Clock:
     def __init__(self, announced: int | None = None, waits: bool = True) -> None:
         """`announced`: number of steps, where no pipeline says it. `waits`: also reads times that are on a device."""
         self.step = Step(-1)
-        self.branches: OrderedDict[Hashable, _Last] = OrderedDict()
-        """The one called last at the end."""
+        self._calls: dict[Hashable, _Last] = {}
+        """The last of each branch."""
         self._announced, self._waits = announced, waits
         self._loop: Any = None
         self._is_misled = False
@@ -81,7 +80,7 @@ class Clock:
 
     def advance(self, branch: Hashable, run: Run | None, inputs: Inputs) -> Tick | None:
         """Go to the step that this call belongs to; None if a new run has begun."""
-        last = self.branches.get(branch)
+        last = self._calls.get(branch)
         position = self._position(last, run, inputs)
         loop = None if run is None else run.loop()
         if position is not None:
@@ -98,9 +97,7 @@ class Clock:
         if index > self.step.index:
             length = self._announced if run is None else run.total()
             self._step_time, self.step = inputs.time, _step(index, position, length)
-        sample = next(iter(inputs.samples), None)
-        self.branches[branch] = _Last(index, time, Snapshot(sample))
-        self.branches.move_to_end(branch)
+        self._calls[branch] = _Last(index, time, Snapshot(next(iter(inputs.samples), None)))
         return Tick(is_again, last is not None and index > last.step + 1)
 
     def _position(self, last: _Last | None, run: Run | None, inputs: Inputs) -> Position | None:
@@ -144,8 +141,7 @@ class Clock:
 
 
 def _step(index: int, position: Position | None, length: int | None) -> Step:
-    if position is None:
-        return Step(index, float(index), 1.0, length, length)
-    if position.sigma is None:
-        return Step(index, float(index), 1.0, position.total, length)
-    return Step(index, -position.sigma, abs(position.sigma - position.next_sigma), position.total, length)
+    total = length if position is None else position.total
+    if position is None or position.sigma is None:
+        return Step(index, float(index), 1.0, total, length)
+    return Step(index, -position.sigma, abs(position.sigma - position.next_sigma), total, length)
