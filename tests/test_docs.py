@@ -278,19 +278,17 @@ def test_plots_are_of_the_present_results(name: str) -> None:
 def test_what_is_said_about_cards_is_what_the_planner_says(
     flux_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = {("22GiB", "layers that see time alone are computed ahead")}
+    rows = {("7GiB", "layers that see time alone are computed ahead")}
     for page in (README, ROOT / "docs" / "guides" / "index.md"):
         found = re.findall(
             r'^\| \d+ GiB \| `gpu_memory="(\w+)"`.* (\d+ of 57 blocks stream)', page.read_text(), re.MULTILINE
         )
-        assert len(found) == 3
+        assert len(found) == 4
         rows |= set(found)
-        assert '| `gpu_memory="22GiB"` | nothing streams:' in page.read_text()
     for budget, expected in rows:
         assert cli.main(["plan", str(flux_folder), "--gpu-memory", budget]) == 0
         said = capsys.readouterr().out
         assert expected in said, (budget, expected)
-        assert ("blocks stream" in said) == ("blocks stream" in expected)
 
 
 @pytest.fixture

@@ -1,21 +1,16 @@
 """Weights that cross the bus compressed: the same bits as without, also after every kind of change, within the memory
-that is counted. Kept in a file they are found again by the next process, and never used for others, damaged or
-half-written.
+that is counted.
 
 Tiny models have tiny weights, so these tests compress what is too small to be worth it.
 """
 
 from __future__ import annotations
 
-import resource
-import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from pipelines import PIPELINES
 from samovar.offload import HostStage, OffloadConfig, Offloaded, apply_offload, coding
@@ -173,123 +168,12 @@ def test_compression_can_be_taken_off_and_put_on() -> None:
         assert (offloaded.stats().coded_bytes > before) == is_coded, compress
 
 
-# ------------------------------------------------------------------------------------------------------- the file
-
-
-def offload_from(folder: Path, pipe: Any, counts: list[int]) -> Any:
-    """Offload a pipeline, and append how many tensors of the transformer were compressed."""
-    stage, number = HostStage(), [0]
-    encode = stage.encode
-
-    def counting(words: torch.Tensor) -> Any:
-        found = encode(words)
-        number[0] += found is not None
-        return found
-
-    stage.encode = counting  # type: ignore[method-assign]
-    config = OffloadConfig("layerwise", compress="lossless", compress_cache=folder)
-    offloaded = apply_offload(pipe, config, stage=stage)
-    counts.append(number[0])
-    return offloaded
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder with the compressed weights of a pipeline."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        offload_from(tmp_path, tiny(), []).detach()
-    yield tmp_path
-    assert not [file for file in tmp_path.iterdir() if file.suffix != ".coded"], "no half-written file is left"
-
-
-def again(folder: Path) -> tuple[int, list[str]]:
-    """Use a folder: the same bits whatever is in it. How many tensors were compressed, and what was said."""
-    pipe, counts = tiny(), []
-    expected = image(pipe)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        offloaded = offload_from(folder, pipe, counts)
-    assert torch.equal(image(pipe), expected)
-    offloaded.detach()
-    return counts[0], [str(warning.message) for warning in caught if ".coded" in str(warning.message)]
-
-
-def test_the_next_process_compresses_nothing(folder: Path) -> None:
-    assert "transformer.coded" in {file.name for file in folder.iterdir()}
-    before = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
-    assert again(folder) == (0, [])
-    assert {file: file.stat().st_mtime_ns for file in folder.iterdir()} == before
-
-
-@pytest.mark.parametrize("content", [b"somebody's diary", b"", None])
-def test_a_file_that_is_not_ours_or_was_cut_off_is_said_and_left_alone(folder: Path, content: bytes | None) -> None:
-    file = folder / "transformer.coded"
-    content = file.read_bytes()[:-100] if content is None else content
-    file.write_bytes(content)
-    count, said = again(folder)
-    assert count > 5
-    assert "is left as it is" in said[0]
-    assert file.read_bytes() == content
-    save_file({"a": torch.zeros(3)}, file)
-    assert "no coded weights" in again(folder)[1][0]
-    assert load_file(file).keys() == {"a"}
-    file.unlink()
-    assert again(folder) == (count, [])
-    assert again(folder) == (0, [])
-
-
-def test_a_damaged_tensor_is_said_and_compressed_again(folder: Path) -> None:
-    file = folder / "transformer.coded"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-40] + bytes([whole[-40] ^ 1]) + whole[-39:])
-    count, said = again(folder)
-    assert count == 1
-    assert "damaged" in said[0]
-    assert again(folder) == (0, [])
-
-
-@pytest.mark.parametrize("edit", ["through_data", "negate"])
-def test_the_file_of_a_model_is_not_taken_for_one_of_other_weights(folder: Path, edit: str) -> None:
-    pipe, bare, counts = tiny(), tiny(), []
-    for each in (pipe, bare):
-        for block in each.transformer.transformer_blocks:
-            if edit == "negate":  # The highest bit of an even number of words.
-                block.attn.to_q.weight.data[:, 3].neg_()
-            else:
-                EDITS[edit](block.attn.to_q)
-    with pytest.warns(UserWarning, match="is not of these weights"):
-        offloaded = offload_from(folder, pipe, counts)
-    assert counts[0] == len(pipe.transformer.transformer_blocks)
-    assert torch.equal(image(pipe), image(bare))
-    offloaded.detach()
-    assert again(folder)[0] == counts[0], "the file is of the changed ones now"
-
-
-def test_a_full_disk_loses_nothing(folder: Path) -> None:
-    file = folder / "transformer.coded"
-    file.unlink()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # Writing more raises, as on a full disk.
-    try:
-        count, said = again(folder)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert count > 5
-    assert "could not be written" in said[0]
-    assert not file.exists()
-
-
 # ------------------------------------------------------------------------------------------------- the staging area
 
 
 @pytest.mark.parametrize("room", [1, 3])
 @pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("together", [1, 2**20])
-def test_copies_into_the_area_wait_for_what_is_in_it(
-    lazy: bool, room: int, together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("samovar.offload.device._TOGETHER", together)
+def test_copies_into_the_area_wait_for_what_is_in_it(lazy: bool, room: int) -> None:
     stage = HostStage(lazy=lazy, bus_bytes_s=1000.0)
     words = [(torch.randn(1024) * (1 + index)).to(torch.bfloat16) for index in range(9)]
     coded_words = [coding.encode(each) for each in words]
@@ -301,10 +185,7 @@ def test_copies_into_the_area_wait_for_what_is_in_it(
     for index, each in enumerate(coded_words):
         assert each is not None
         stage.send(buffer, index * 2048, each.data, each.form)
-        if (index + 1) % room == 0:
-            stage.flush()
-            for sent in coded_words[: index + 1]:
-                sent.data.zero_()  # It has been copied: nothing but the area has it.
+        each.data.zero_()  # It has been copied: nothing but the area has it.
     stage.send(buffer, 9 * 2048, raw)
     stage.compute_waits(stage.mark_copied())
     for index, each in enumerate(words):

@@ -13,13 +13,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from ..core.tensor_parts import plainly, take_apart
 from ..hooks import Run, current_run
-from .compressed import CodedFile
 from .device import Buffer, Stage
 from .host_tiers import TIME_LAYERS, TierPlan
 from .layout import TensorFinder, cast_for_calls, held_by, move, move_to_host, spans_of, tensors_of
@@ -131,28 +129,21 @@ class OffloadedComponent:
             return self._host.anonymous_bytes(tensors_of(torch.nn.ModuleList(self.whole.time_layers.values())))
         return (self.blocks[block] if block else self.rest).anonymous_bytes()
 
-    def follow(self, plan: ComponentPlan, tiers: TierPlan, *, cache: Path | None = None, graphs: bool = False) -> None:
+    def follow(self, plan: ComponentPlan, tiers: TierPlan, *, graphs: bool) -> None:
         """Decide what stays while the component is called and what streams, and bring the host copy in order.
-
-        `cache` is a folder that keeps what was compressed. `graphs`: whether its forwards are recorded.
-        """
+        `graphs`: whether its forwards are recorded."""
         self.component = self.whole.with_layers_ahead if plan.ahead_bytes else self.whole
         self._kept, self._missing, self.ring = [], deque(), None
         if plan.placement == "resident":
             return
         self.beside_bytes, self._is_coded = plan.beside_bytes, plan.is_coded
         self.stage.stats.component_loads.setdefault(plan.name, 0)
-        file = CodedFile(cache / f"{plan.name}.coded") if plan.is_coded and cache is not None else None
         with self._host.adopting():
             for path, group in zip(("", *self.blocks), self._groups, strict=True):
                 key = plan.name, path
                 group.tier = tiers.tier(key)
                 group.is_coded = plan.is_coded and path in plan.streamed and key not in tiers.plain
-                group.file = file
                 group.update()
-                group.file = None  # Only what comes with the model is kept.
-        if file is not None:
-            file.close()
         self._host.pin(sources_of(group for group in self._groups if group.tier == "pinned"))
         streamed = [group for path, group in self.blocks.items() if path in plan.streamed]
         self._kept = [group for group in self._groups if group not in streamed]

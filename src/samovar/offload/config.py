@@ -48,9 +48,6 @@ def _read_activations(value: Any) -> Any:
             for name, size in value.items()}  # fmt: skip
 
 
-_FOLDER = FOLDER._replace(expected="a folder. Make it, on a disk with room for the weights")
-
-
 @dataclass(frozen=True)
 class OffloadConfig(Settings, param="offload"):
     """How a pipeline is offloaded."""
@@ -110,11 +107,6 @@ class OffloadConfig(Settings, param="offload"):
         choice(Compress),
         '"lossless": 16-bit weights cross the bus in about 0.7 of their bytes and are decoded on the device, bit for '
         'bit. "auto" does so for components that stream to a GPU that has Triton. "none": all cross as they are.',
-    )
-    compress_cache: str | Path | None = setting(
-        None,
-        _FOLDER,
-        "A folder that keeps coded weights, so that they need not be coded again by the next process.",
     )
     figures: str | Path | None = setting(
         None,

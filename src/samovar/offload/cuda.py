@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ..arch.devices import read_device
 from ..core.errors import SettingError
-from .coding import Coded, decode_into, encode, fast_decoder
-from .device import Buffer, Passage, Stage
+from .coding import Coded, Form, encode, fast_decoder
+from .device import Buffer, Stage, bring
 from .pinned import new_chunk
 from .ring import Mark
 
@@ -55,10 +55,9 @@ class CudaStage(Stage):
     def __init__(self, device: torch.device) -> None:
         device = read_device(device)
         super().__init__(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
-        self._copying: torch.cuda.Stream = _cuda.Stream(self.device)
-        self._decoding: torch.cuda.Stream = _cuda.Stream(self.device, priority=-1)  # Before compute: it is short.
-        self._arriving = self._copying
-        """The stream that writes to where weights belong: the one that decodes, while the staging area is open."""
+        self._into_area: torch.cuda.Stream = _cuda.Stream(self.device)
+        self._arriving: torch.cuda.Stream = _cuda.Stream(self.device, priority=-1)  # Before compute: decoding is short.
+        """The stream that writes to where weights belong."""
         self._arrived: torch.cuda.Event = _cuda.Event()
         """Recorded and waited for at once, again and again."""
         self._runtime = _cuda.cudart()
@@ -85,17 +84,8 @@ class CudaStage(Stage):
     # ------------------------------------------------------------------------------------------------ copies
 
     def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if self._arriving is not self._copying:
-            self._follow(self._copying, self._arriving)
-        with _current(self._copying):
+        with _current(self._arriving):
             target.copy_(source, non_blocking=True)
-        if self._arriving is not self._copying:
-            self._follow(self._arriving, self._copying)
-
-    def _follow(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
-        """Let what one stream gets next wait for what another has got so far."""
-        self._arrived.record(earlier)
-        later.wait_event(self._arrived)
 
     @property
     def decodes_fast(self) -> bool:  # type: ignore[override]
@@ -111,30 +101,22 @@ class CudaStage(Stage):
         free = self.free_bytes()
         return _MAX_CODERS if free is None else max(1, min(_MAX_CODERS, free // _CODER_BYTES))
 
-    def _open_area(self) -> None:
-        self._decoding.wait_stream(self._copying)
-        self._arriving = self._decoding
-
-    def _close_area(self) -> None:
-        self._copying.wait_stream(self._decoding)
-        self._arriving = self._copying
+    def _join_area(self) -> None:
+        self._into_area.wait_stream(self._arriving)
+        self._arriving.wait_stream(self._into_area)
 
     def _area_waits(self, mark: Mark) -> None:
-        self._copying.wait_event(mark)
+        self._into_area.wait_event(mark)
 
-    def _send_through(self, group: Sequence[Passage]) -> None:
-        with _current(self._copying):
-            for passage in group:
-                passage.room.copy_(passage.source, non_blocking=True)
-        self._follow(self._decoding, self._copying)
-        with _current(self._decoding):
-            for target, room, _, form in group:
-                if form is None:
-                    target.copy_(room, non_blocking=True)
-                else:
-                    decode_into(form, room, target)
+    def _pass(self, target: torch.Tensor, room: torch.Tensor, source: torch.Tensor, form: Form | None) -> None:
+        with _current(self._into_area):
+            room.copy_(source, non_blocking=True)
+        self._arrived.record(self._into_area)
+        self._arriving.wait_event(self._arrived)
+        with _current(self._arriving):
+            bring(target, room, form)
 
-    def _mark_copied(self) -> Mark:
+    def mark_copied(self) -> Mark:
         return self._arriving.record_event()
 
     def mark_computed(self) -> Mark:
@@ -143,16 +125,15 @@ class CudaStage(Stage):
     def compute_waits(self, mark: Mark) -> None:
         self._computing().wait_event(mark)
 
-    def _copies_wait(self, mark: Mark) -> None:
+    def copies_wait(self, mark: Mark) -> None:
         self._arriving.wait_event(mark)
 
     def host_waits(self, mark: Mark) -> None:
         mark.synchronize()
 
     def synchronize(self) -> None:
-        self.flush()
-        self._copying.synchronize()
-        self._decoding.synchronize()
+        self._into_area.synchronize()
+        self._arriving.synchronize()
 
     def begin_call(self) -> None:
         computing = self._computing()
@@ -198,8 +179,8 @@ class CudaStage(Stage):
                 target = torch.empty_like(source, device=self.device)
             problem = self.register(source.data_ptr(), _PROBE_BYTES)
             start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
-            self._copying.wait_stream(self._computing())
-            with torch.cuda.stream(self._copying):
+            self._arriving.wait_stream(self._computing())
+            with torch.cuda.stream(self._arriving):
                 target.copy_(source, non_blocking=True)
                 start.record()
                 for _ in range(_PROBES):

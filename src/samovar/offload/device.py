@@ -8,8 +8,7 @@ Memory is allocated and freed only here, and that is where the queues meet: copi
 compute in it, and compute in freed memory waits for running copies into it. In between, the ring's marks order them.
 
 Compressed weights are copied into a staging area first, and decoded from there to where they belong. Only the decoding
-waits for compute: copies run ahead as far as the area has room. While it is open everything small takes that way, and
-small copies go several at a time, which takes the host less time.
+waits for compute: copies run ahead as far as the area has room. While it is open everything small takes that way.
 """
 
 from __future__ import annotations
@@ -20,20 +19,16 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..core.errors import SettingError
-from .coding import Coded, Form, encode
+from .coding import Coded, Form, decode_into, encode
 from .files import READERS, Unpinned
 from .layout import ALIGNMENT
 from .ring import DeviceQueues, Mark, RingSpace
 from .stats import OffloadStats
-
-_MAX_RANGES = 4096
-_TOGETHER = 2**25
-"""Bytes of small copies that go through the staging area together."""
 
 
 class Buffer:
@@ -42,16 +37,6 @@ class Buffer:
     def __init__(self, flat: torch.Tensor, stream: Any = None) -> None:
         self.flat, self.stream = flat, stream
         self.num_bytes = flat.numel()
-        self._ranges: dict[tuple[int, int], torch.Tensor] = {}
-
-    def range(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """Some of its bytes. The same ones are asked for again and again, and looking them up is quicker."""
-        found = self._ranges.get((offset, num_bytes))
-        if found is None:
-            if len(self._ranges) >= _MAX_RANGES:
-                self._ranges.clear()
-            found = self._ranges[offset, num_bytes] = self.flat[offset : offset + num_bytes]
-        return found
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in it."""
@@ -66,36 +51,23 @@ class _Area:
         self.largest = memory.num_bytes // 2
         """What it takes at once, with room for as much beside it."""
         self._space = RingSpace(memory.num_bytes)
-        self._left: deque[Mark] = deque()
+        self.left: deque[Mark] = deque()
         """When what is in it will have left it, oldest first."""
 
     def take(self, num_bytes: int, wait: Callable[[Mark], None]) -> torch.Tensor | None:
         """Room for some bytes; first `wait` for those that are in the way. None if nobody knows when they leave."""
-        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        last: Mark = None
-        while (start := self._space.take(size)) is None:
-            if not self._left:
+        while (start := self._space.take(-(-num_bytes // ALIGNMENT) * ALIGNMENT)) is None:
+            if not self.left:
                 return None
-            if self._left[0] is not last:
-                last = self._left[0]
-                wait(last)
-            self._left.popleft()
+            wait(self.left[0])
+            self.left.popleft()
             self._space.give_back(1)
-        return self.memory.range(start, num_bytes)
-
-    def leaves(self, count: int, mark: Mark) -> None:
-        """The next `count` that were taken will have left at that point."""
-        self._left.extend([mark] * count)
+        return self.memory.flat[start : start + num_bytes]
 
 
-class Passage(NamedTuple):
-    """Bytes on their way through the area."""
-
-    target: torch.Tensor
-    room: torch.Tensor
-    source: torch.Tensor
-    form: Form | None
-    """How they are coded."""
+def bring(target: torch.Tensor, room: torch.Tensor, form: Form | None) -> None:
+    """Bring bytes from the area to where they belong, and decode them if they have a form."""
+    target.copy_(room) if form is None else decode_into(form, room, target)
 
 
 class Stage(DeviceQueues):
@@ -113,8 +85,6 @@ class Stage(DeviceQueues):
         self.stats = OffloadStats()
         self._held: weakref.WeakSet[Buffer] = weakref.WeakSet()
         self._area: _Area | None = None
-        self._group: list[Passage] = []
-        """What will go through the area next, together."""
         self._buffers: deque[tuple[torch.Tensor, Mark]] = deque()
         """Pinned memory that unpinned bytes pass through, each with when the device has read it."""
 
@@ -152,8 +122,7 @@ class Stage(DeviceQueues):
         self._buffers = deque((buffer, None) for buffer in buffers)
 
     def send(self, buffer: Buffer, offset: int, source: torch.Tensor | Unpinned, form: Form | None = None) -> None:
-        """Copy bytes from the host, at the latest after `flush` or a mark. With a form they are coded, and decoded when
-        they are there."""
+        """Start to copy bytes from the host. With a form they are coded, and decoded when they are there."""
         if isinstance(source, Unpinned):
             self._send_unpinned(buffer, offset, source)
             return
@@ -165,12 +134,15 @@ class Stage(DeviceQueues):
             if self._area is None or source.numel() > self._area.largest:  # It has grown since.
                 self.close_area()
                 self.open_area(source.numel())
-        self._send_now(buffer.range(offset, num_bytes), source, form)
+        target = buffer.flat[offset : offset + num_bytes]
+        if self._area is None or source.numel() > self._area.largest:
+            self._send(target, source)
+        else:
+            self._send_through(self._area, target, source, form)
 
     def _send_unpinned(self, memory: Buffer, offset: int, source: Unpinned) -> None:
         """Read bytes and copy them to the device, a buffer at a time: while the device takes one, the host fills the
         next."""
-        self.flush()
         self.stats.sent_bytes += source.num_bytes
         room = self._buffers[0][0].numel()
         with ThreadPoolExecutor(READERS) as threads:
@@ -184,49 +156,21 @@ class Stage(DeviceQueues):
                 self._buffers[0] = buffer, self.mark_copied()
                 self._buffers.rotate(-1)
 
-    def _send_now(self, target: torch.Tensor, source: torch.Tensor, form: Form | None) -> None:
-        area, num_bytes = self._area, source.numel()
-        if area is None or num_bytes > area.largest:
-            self.flush()
-            self._send(target, source)
-            return
-        together = sum(passage.source.numel() for passage in self._group) + num_bytes
-        if together > area.largest:
-            self.flush()
-        room = area.take(num_bytes, self._area_waits)
-        if room is None:  # The group itself is in the way.
-            self.flush()
-            room = area.take(num_bytes, self._area_waits)
+    def _send_through(self, area: _Area, target: torch.Tensor, source: torch.Tensor, form: Form | None) -> None:
+        room = area.take(source.numel(), self._area_waits)
         if room is None:  # An interrupt came before it was noted when something would leave.
             self.synchronize()
             self._area = area = _Area(area.memory)
-            room = area.take(num_bytes, self._area_waits)
-        assert room is not None, "two of the largest have room"
-        self._group.append(Passage(target, room, source, form))
-        if together >= _TOGETHER:
-            self.flush()
-
-    def flush(self) -> None:
-        """Send what was put together so far."""
-        if self._group:
-            assert self._area is not None
-            group, self._group = self._group, []
-            self._send_through(group)
-            self._area.leaves(len(group), self._mark_copied())
-
-    def mark_copied(self) -> Mark:
-        self.flush()
-        return self._mark_copied()
-
-    def copies_wait(self, mark: Mark) -> None:
-        self.flush()
-        self._copies_wait(mark)
+            room = area.take(source.numel(), self._area_waits)
+        assert room is not None, "the largest has room"
+        self._pass(target, room, source, form)
+        area.left.append(self.mark_copied())
 
     def open_area(self, largest: int) -> None:
         """Allocate the staging area for coded weights of up to `largest` bytes; none if that is 0."""
         if largest:
             memory = self.allocate(2 * (-(-largest // ALIGNMENT) * ALIGNMENT))
-            self._open_area()
+            self._join_area()
             self._area = _Area(memory)
 
     @property
@@ -235,10 +179,9 @@ class Stage(DeviceQueues):
 
     def close_area(self) -> None:
         """Free the staging area, if there is one."""
-        self.flush()
         area, self._area = self._area, None
         if area is not None:
-            self._close_area()
+            self._join_area()
             self.free(area.memory)
 
     def encode(self, words: torch.Tensor) -> Coded | None:
@@ -251,25 +194,16 @@ class Stage(DeviceQueues):
 
     # ------------------------------------------------------------------------------------------------ what it must do
 
-    def _open_area(self) -> None:
-        """Order what is sent from now on after what was sent before."""
-
-    def _close_area(self) -> None:
-        """The same."""
+    def _join_area(self) -> None:
+        """Order all copies of before, into the area and to where bytes belong, before all later ones."""
 
     @abstractmethod
     def _area_waits(self, mark: Mark) -> None:
         """Copy nothing more into the area before that point."""
 
     @abstractmethod
-    def _send_through(self, group: Sequence[Passage]) -> None:
-        """Copy bytes into the area, and bring them from there to where they belong."""
-
-    @abstractmethod
-    def _mark_copied(self) -> Mark: ...
-
-    @abstractmethod
-    def _copies_wait(self, mark: Mark) -> None: ...
+    def _pass(self, target: torch.Tensor, room: torch.Tensor, source: torch.Tensor, form: Form | None) -> None:
+        """Copy bytes into their room in the area, and `bring` them from there to where they belong."""
 
     @abstractmethod
     def _allocate(self, num_bytes: int) -> Buffer: ...

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from .coding import Form, decode_into
-from .device import Buffer, Passage, Stage
+from .coding import Form
+from .device import Buffer, Stage, bring
 from .layout import ALIGNMENT
 from .ring import ASSUMED_BUS, Mark, Timeline
-
-
-def _pass_on(target: torch.Tensor, room: torch.Tensor, form: Form | None) -> None:
-    target.copy_(room) if form is None else decode_into(form, room, target)
 
 
 class HostStage(Stage):
@@ -54,18 +49,17 @@ class HostStage(Stage):
     def _area_waits(self, mark: Mark) -> None:
         self._run_until(mark[1])
 
-    def _send_through(self, group: Sequence[Passage]) -> None:
-        for target, room, source, form in group:
-            self.timeline.copy(source.numel())
-            room.copy_(source)  # As early as can be: a missing wait shows.
-            self._put(functools.partial(_pass_on, target, room, form))
+    def _pass(self, target: torch.Tensor, room: torch.Tensor, source: torch.Tensor, form: Form | None) -> None:
+        self.timeline.copy(source.numel())
+        room.copy_(source)  # As early as can be: a missing wait shows.
+        self._put(lambda: bring(target, room, form))
 
     def _put(self, copy: Callable[[], object]) -> None:
         self._due.append(copy)
         if not self._lazy:
             self._run_until(self._done + 1)
 
-    def _mark_copied(self) -> Mark:
+    def mark_copied(self) -> Mark:
         return self.timeline.mark_copied(), self._done + len(self._due)
 
     def mark_computed(self) -> Mark:
@@ -80,7 +74,7 @@ class HostStage(Stage):
             self._due.popleft()()
             self._done += 1
 
-    def _copies_wait(self, mark: Mark) -> None:
+    def copies_wait(self, mark: Mark) -> None:
         self.timeline.copies_wait(mark[0])
 
     def host_waits(self, mark: Mark) -> None:

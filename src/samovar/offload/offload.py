@@ -256,13 +256,12 @@ class Offloaded(Handle, PipelineHook):
 
     def _follow(self, plan: OffloadPlan, tiers: TierPlan) -> None:
         self._undo_plan()
-        cache = None if self.config.compress_cache is None else Path(self.config.compress_cache)
         try:
             self._host.follow(tiers.buffer_bytes, shares=bool(self.config.share))
             self.stage.release_unused()
             with self._within_budget():
                 for name, component in self._components.items():
-                    component.follow(plan.component(name), tiers, cache=cache, graphs=self.config.graphs)
+                    component.follow(plan.component(name), tiers, graphs=self.config.graphs)
                 self._install(plan, tiers)
         except BaseException:
             self.detach()

@@ -37,9 +37,6 @@ class DeviceQueues(Protocol):
     def free(self, memory: Memory) -> None:
         """Give memory back."""
 
-    def flush(self) -> None:
-        """Start all copies sent so far."""
-
     @abstractmethod
     def mark_copied(self) -> Mark:
         """The point at which all copies sent so far have arrived."""
@@ -82,9 +79,6 @@ class Timeline:
         pass
 
     def free(self, memory: None) -> None:
-        pass
-
-    def flush(self) -> None:
         pass
 
     def mark_copied(self) -> float:
@@ -290,7 +284,6 @@ class Ring:
             if slot is None or slot.is_complete:
                 slot = self._add_next(self._last if slot is None else slot.position)
             if slot is None or not self._fill(slot):
-                self._queues.flush()
                 return
 
     def _locate(self, block: StreamedBlock) -> int:

@@ -14,22 +14,23 @@ once, and what a group knows is replaced as a whole: so whatever was done, the w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
 
 from ..core.tensor_parts import Wrapper, bits, plainly, take_apart
-from .coding import Coded, Form
-from .compressed import CodedFile, compress
+from .coding import Form
 from .device import Buffer, Stage
 from .files import ModelFile, Unpinned
 from .host_tiers import Tier
-from .layout import Piece, Span, lay_out, move_to_host, set_data, spans_of, view_of
-from .pinned import HostMemory, Source
+from .layout import Piece, Span, flat_bytes, lay_out, move_to_host, set_data, spans_of, view_of
+from .pinned import HostMemory, Source, new_chunk
 from .ring import Mark
 from .seen import Seen, versions_of
 
@@ -84,8 +85,7 @@ class _Own:
     buffer: Buffer
     changes: int
     """The group's when the memory was allocated."""
-    views: Sequence[torch.Tensor] | None = None
-    """The tensors there; None before they are sent."""
+    is_sent: bool = False
     arrived: Mark = None
     """When all of it is there; None if that was waited for."""
 
@@ -107,8 +107,6 @@ class WeightGroup:
         self.tier: Tier = "pinned"
         self.is_coded = False
         """Whether pieces cross the bus compressed if that gains enough. Then the copy that is pinned is that one."""
-        self.file: CodedFile | None = None
-        """Where compressed copies are looked for, and kept."""
         self.is_due = False
         """Whether a closer look at its weights is due: once a run."""
         self._find, self._find_cast, self._stage, self._host = find, find_cast, stage, host
@@ -157,12 +155,8 @@ class WeightGroup:
         self.give_back()  # If a call was interrupted.
         self.check_files()
         is_due, self.is_due = self.is_due, False
-        if not self._is_in_place():
+        if not self._is_in_place() or not all(wire.seen.is_same(thorough=is_due) for wire in self._held.wires):
             self._adopt()
-        else:
-            is_same = [wire.seen.is_same(thorough=is_due) for wire in self._held.wires]
-            if not all(is_same):
-                self._renew(is_same)
         return self._changes
 
     def check_files(self) -> None:
@@ -187,9 +181,7 @@ class WeightGroup:
         self._bring_home(tensors)
         pieces = lay_out(spans_of(tensors), in_phase=self._stage.keeps_phase)
         wrapped = [wrapper.tensor for wrapper in wrappers]
-        with self._host.adopting():
-            coded = self._compressed(pieces)
-            wires = [self._wire(p, coded.get(index), wrapped[: 0 if index else None]) for index, p in enumerate(pieces)]
+        wires = self._wires(pieces, wrapped)
         placed = _places_in(pieces)
         tensors = [tensor for tensor, _ in placed]
         read = [wire.source for wire in wires if isinstance(wire.source, Unpinned)]
@@ -219,54 +211,34 @@ class WeightGroup:
         for span in spans_of(t for t in tensors if t.device.type != "cpu" or self._stage.is_here(t)):
             move_to_host(span, self._phase_before(span))
 
-    def _compressed(self, pieces: Sequence[Piece]) -> dict[int, Coded]:
-        """The compressed copies of pieces, by their number. Those of weights that are as they were are there."""
-        if not self.is_coded or self.tier != "pinned":
-            return {}
-        known = {
-            wire.copied_from.spans[0][0].start: Coded(wire.form, wire.source)
-            for wire in self._held.wires
-            if wire.copied_from is not None and wire.form is not None and isinstance(wire.source, torch.Tensor)
-            and wire.seen.is_same(thorough=True)
-        }  # fmt: skip
+    def _wires(self, pieces: Sequence[Piece], wrapped: Sequence[torch.Tensor]) -> list[Wire]:
+        """Pieces as they are to cross the bus. Compressed copies are kept as long as they are of the same weights."""
+        is_coded = self.is_coded and self.tier == "pinned"
+        known = {_place_of(wire.copied_from): wire for wire in self._held.wires if wire.form and wire.copied_from}
 
-        def made(piece: Piece) -> Coded | None:
+        def coded(piece: Piece) -> Wire | None:
+            wire = known.get(_place_of(piece))
+            if wire is not None and wire.seen.is_same(thorough=True):
+                return wire
             with torch.inference_mode(False):  # It is a state of the thread.
-                return known.get(piece.spans[0][0].start) or compress(piece, self._stage, self.file)
+                return compressed(piece, self._stage)
 
-        with ThreadPoolExecutor(self._stage.num_coders()) as threads:
-            found = enumerate(threads.map(made, pieces))
-            return {index: coded for index, coded in found if coded is not None}
+        with self._host.adopting(), ThreadPoolExecutor(self._stage.num_coders()) as threads:
+            found = list(threads.map(coded, pieces)) if is_coded else [None] * len(pieces)
+            both = enumerate(zip(found, pieces, strict=True))
+            return [wire or self._wire(piece, () if index else wrapped) for index, (wire, piece) in both]
 
-    def _wire(self, piece: Piece, coded: Coded | None = None, wrapped: Sequence[torch.Tensor] = ()) -> Wire:
-        """A piece as it is to cross the bus: compressed, as a copy that other processes may use, from where it is, or
+    def _wire(self, piece: Piece, wrapped: Sequence[torch.Tensor]) -> Wire:
+        """A piece as it is to cross the bus uncompressed: as a copy that other processes may use, from where it is, or
         from a chunk into which it moves."""
-        tensors = [tensor for span, _ in piece.spans for tensor in span.tensors]
+        seen = partial(Seen, tensors_in(piece), wrapped)
         if self.tier != "pinned":
-            return Wire(self._host.in_place(piece), Seen(tensors, wrapped), copied_from=piece)
-        if coded is not None:
-            return Wire(coded.data, Seen(tensors, wrapped), coded.form, piece)
+            return Wire(self._host.in_place(piece), seen(), copied_from=piece)
         shared = self._host.shared(piece)
         if shared is not None:
-            return Wire(shared, Seen(tensors, wrapped), copied_from=piece)
+            return Wire(shared, seen(), copied_from=piece)
         memory = self._host.take_in(piece)
-        return Wire(memory, Seen(tensors, wrapped))
-
-    @plainly
-    def _renew(self, is_same: Sequence[bool]) -> None:
-        """Some weights were written to."""
-        before = self._held.wires
-        wires = [wire if same else self._renewed(wire) for wire, same in zip(before, is_same, strict=True)]
-        self._held = replace(self._held, wires=wires)
-        self._changes += 1
-        self._host.release((wire.source for wire in before), self.sources)
-
-    def _renewed(self, wire: Wire) -> Wire:
-        piece = wire.copied_from
-        if piece is None:
-            return wire._replace(seen=wire.seen.again())
-        coded = None if wire.form is None else compress(piece, self._stage, None)
-        return self._wire(piece, coded, [wrapper.tensor for wrapper in self._held.wrappers])
+        return Wire(memory, seen())
 
     @plainly
     def anonymous_bytes(self) -> int:
@@ -304,35 +276,29 @@ class WeightGroup:
         wire = held.wires[piece]
         self._stage.send(memory, offset + held.starts[piece], wire.source, wire.form)
 
+    @plainly
     def lend(self, offsets: Sequence[int], memory: Buffer) -> None:
         """Point the tensors at the device memory that their pieces were sent to."""
         if memory is not self._viewed or len(self._views) >= _MAX_VIEWS:
             self.forget_views()
             self._viewed = memory
-        views = self._views.get(tuple(offsets))
+        held, views = self._held, self._views.get(tuple(offsets))
         if views is None:
-            views = self._views[tuple(offsets)] = self._views_of(offsets, memory)
-        self._lend(views)
-
-    @plainly
-    def _views_of(self, offsets: Sequence[int], memory: Buffer) -> list[torch.Tensor]:
-        both = zip(self._held.hosts, self._held.places, strict=True)
-        return [view_of(memory.flat, host, offsets[piece] + offset) for host, (piece, offset) in both]
+            both = zip(held.hosts, held.places, strict=True)
+            views = [view_of(memory.flat, host, offsets[piece] + offset) for host, (piece, offset) in both]
+            self._views[tuple(offsets)] = views
+        # Noted before it is done: whatever interrupts this, `give_back` finds the way back.
+        self._lent = views, versions_of(held.counted)
+        set_data(held.tensors, views)
+        self._follow()
 
     def forget_views(self) -> None:
-        """Let go of the ring's memory."""
+        """Let go of the device memory that it was last lent."""
         self._views, self._viewed = {}, None
 
     @property
     def is_lent(self) -> bool:
         return self._lent is not None
-
-    @plainly
-    def _lend(self, views: Sequence[torch.Tensor]) -> None:
-        # Noted before it is done: whatever interrupts this, `give_back` finds the way back.
-        self._lent = views, versions_of(self._held.counted)
-        set_data(self._held.tensors, views)
-        self._follow()
 
     @plainly
     def give_back(self) -> None:
@@ -377,7 +343,7 @@ class WeightGroup:
     @property
     def is_sent(self) -> bool:
         """Whether it has a copy there, or on its way."""
-        return self._own is not None and self._own.views is not None
+        return self._own is not None and self._own.is_sent
 
     def is_fresh(self) -> bool:
         """Whether that is a copy of what the model holds now."""
@@ -389,35 +355,61 @@ class WeightGroup:
         changes = self.prepare()
         self._own = _Own(self._stage.allocate(self.num_bytes), changes)
 
-    @plainly
     def load(self) -> None:
         """Start to copy it there."""
         if self._own is None or self.is_sent:
             self.reserve()
         own = self._own
         assert own is not None
-        offsets = [sum(self.pieces[:piece]) for piece in range(len(self.pieces))]
-        for piece, offset in enumerate(offsets):
+        for piece, offset in enumerate(self._own_offsets):
             self.send(piece, own.buffer, offset)
         own.arrived = self._stage.mark_copied()
-        own.views = self._views_of(offsets, own.buffer)
+        own.is_sent = True
+
+    @property
+    def _own_offsets(self) -> list[int]:
+        return [0, *itertools.accumulate(self.pieces)][:-1]
 
     def lend_own(self) -> None:
         """Point the tensors at that copy, which is there when the device reaches the work enqueued next."""
         own = self._own
         assert own is not None
-        assert own.views is not None
         if own.arrived is not None:
             self._stage.compute_waits(own.arrived)
             own.arrived = None
-        self._lend(own.views)
+        self.lend(self._own_offsets, own.buffer)
 
     def unload(self) -> None:
         """Drop that copy."""
         self.give_back()
         own, self._own = self._own, None
         if own is not None:
+            self.forget_views()
             self._stage.free(own.buffer)
+
+
+def compressed(piece: Piece, stage: Stage) -> Wire | None:
+    """A compressed copy of a piece. None if compressing gains too little."""
+    span = piece.spans[0][0]
+    is_words = span.tensors[0].dtype is torch.bfloat16 and span.start % 2 == 0 and span.num_bytes % 2 == 0
+    seen = Seen(span.tensors)
+    coded = stage.encode(flat_bytes(span).view(torch.int16)) if piece.is_large and is_words else None
+    if coded is None:
+        return None
+    # New pages fill slowly from a device, and quickly from memory, with all cores.
+    is_here = coded.data.device.type == "cpu"
+    here = coded.data if is_here else torch.empty_like(coded.data, device="cpu", pin_memory=True).copy_(coded.data)
+    return Wire(new_chunk(here.numel())[: here.numel()].copy_(here), seen, coded.form, piece)
+
+
+def tensors_in(piece: Piece) -> list[torch.Tensor]:
+    return [tensor for span, _ in piece.spans for tensor in span.tensors]
+
+
+def _place_of(piece: Piece) -> Any:
+    """Where its weights are."""
+    span = piece.spans[0][0]
+    return span.start, span.num_bytes
 
 
 def _places_in(pieces: Iterable[Piece]) -> list[tuple[torch.Tensor, tuple[int, int]]]:
