@@ -72,5 +72,4 @@ def test_layers_that_see_time_alone(kind: str, monkeypatch: pytest.MonkeyPatch) 
         else:
             assert {type(pipe.transformer.get_submodule(path)).__name__ for path in inside} <= {"Linear"}
         assert stats.found_forwards
-        assert not stats.surprises
     assert torch.equal(draw(pipe), expected[0])

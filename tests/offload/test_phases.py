@@ -308,7 +308,6 @@ def test_what_is_called_in_turns_is_on_the_device_together(tmp_path: Path) -> No
     stage.capacity = 2**30
     for _ in range(2):
         assert torch.equal(tiny.run(pipe, 3, output_type="pt"), expected)
-    assert offloaded.history.together == (("controlnet", "transformer"),)
     loads = offloaded.stats().component_loads
     assert max(loads["controlnet"], loads["transformer"]) <= 3, "once or twice a run, and not in every step"
     offloaded.detach()

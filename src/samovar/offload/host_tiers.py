@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from ..core.errors import SettingError
-from .planner import OffloadPlan
+from .planner import ASSUMED_COPY, OffloadPlan
 from .sizes import ComponentSize, format_bytes
 
 Tier = Literal["pinned", "pageable", "disk"]
@@ -27,8 +27,6 @@ PINNABLE = 0.85
 """The share of the host's memory that may be pinned by default."""
 ASSUMED_DISK = 2e9
 """Bytes per second of a disk: what a plan expects."""
-ASSUMED_COPY = 10e9
-"""Bytes per second of copies on the host."""
 NUM_BUFFERS, MAX_BUFFER = 3, 2**26
 """Pinned buffers that everything else passes through, and the most that each holds."""
 _MIN_BUFFER = 2**12
@@ -57,13 +55,6 @@ class WeightUse(NamedTuple):
     def cost(self) -> int:
         """Memory that it takes to pin it, beside weights that are in memory wherever they go."""
         return self.coded_bytes or self.file_bytes
-
-    def place(self, room: float, pinnable: float) -> Tier:
-        """Its tier, if there is so much room for copies and so much may be pinned."""
-        is_sent_often = self.crossing in ("forward", "run")
-        if is_sent_often and self.cost <= max(room, 0) and self.pinned_bytes <= pinnable:
-            return "pinned"
-        return "disk" if self.file_bytes else "pageable"
 
 
 @dataclass(frozen=True)
@@ -179,19 +170,13 @@ def plan_tiers(groups: Sequence[WeightUse], host_memory: int | None, *, host_byt
     """
     pinnable = float("inf") if host_bytes is None else int(host_bytes * PINNABLE)
     budget = pinnable if host_memory is None else float(host_memory)
-    limit = min(budget, pinnable)
     anonymous = sum(group.anonymous_bytes for group in groups)
     ahead = sum(group.cost for group in groups if group.crossing == "ahead")
-    whole = anonymous + sum(group.cost for group in groups) - ahead
-    fits = whole <= limit
+    fits = anonymous + sum(group.cost for group in groups) - ahead <= min(budget, pinnable)
     is_buffered = not fits or any(group.crossing == "ahead" for group in groups)
     buffer = _buffer_bytes(groups, budget) if is_buffered else 0
     buffers = NUM_BUFFERS * buffer
-    room = budget - buffers - anonymous
-    if fits:
-        tiers = {use.key: use.place(0, 0) if use.crossing == "ahead" else "pinned" for use in groups}
-        used = list(groups)
-    elif room < 0 and host_memory is not None:
+    if not fits and host_memory is not None and buffers + anonymous > budget:
         raise SettingError(
             f"host_memory={format_bytes(host_memory)} is not enough: at least {format_bytes(buffers + anonymous)} is "
             f"needed, {format_bytes(anonymous)} for weights that are in memory and in no file, and "
@@ -199,29 +184,33 @@ def plan_tiers(groups: Sequence[WeightUse], host_memory: int | None, *, host_byt
             "its weights can be read from them again.",
             param="host_memory",
         )
-    else:
-        tiers, used = _placed(groups, room, pinnable - buffers)
-    plain = frozenset(one.key for one, other in zip(groups, used, strict=True) if one.coded_bytes > other.coded_bytes)
-    held = anonymous + buffers + sum(use.cost for use in used if tiers[use.key] == "pinned")
-    return TierPlan(tiers, _parts(used, tiers), held, host_memory, buffer, plain, fits and held + ahead <= limit)
+    pinned = _pinned(groups) if fits else _pinned(groups, max(budget - buffers - anonymous, 0), pinnable - buffers)
+    tiers: dict[Key, Tier] = {
+        use.key: "pinned" if use.key in pinned else "disk" if use.file_bytes else "pageable" for use in groups
+    }
+    used = [pinned.get(group.key, group) for group in groups]
+    plain = frozenset(use.key for use, group in zip(used, groups, strict=True) if use.coded_bytes < group.coded_bytes)
+    held = anonymous + buffers + sum(use.cost for use in pinned.values())
+    may_pin_all = fits and held + ahead <= min(budget, pinnable)
+    return TierPlan(tiers, _parts(used, tiers), held, host_memory, buffer, plain, may_pin_all)
 
 
-def _placed(groups: Sequence[WeightUse], room: float, pinnable: float) -> tuple[dict[Key, Tier], list[WeightUse]]:
-    """The tier of each group within some room, and the groups, some of which cannot be compressed there."""
-    tiers: dict[Key, Tier] = {}
-    used = {group.key: group for group in groups}
-    # Of what is sent equally often, weights that are in memory anyway come first: pinning them costs nothing more.
-    kinds = [(crossing, has_file) for crossing in get_args(Crossing) for has_file in (False, True)]
-    for kind in kinds:
-        for group in _evenly([g for g in groups if (g.crossing, g.file_bytes > 0) == kind], room):
-            tier = group.place(room, pinnable)
-            if tier == "pageable" and group.coded_bytes:  # There is no room for a second copy.
-                group = used[group.key] = group._replace(coded_bytes=0)
-                tier = group.place(room, pinnable)
-            tiers[group.key] = tier
-            room -= group.cost if tier == "pinned" else 0
-            pinnable -= group.pinned_bytes if tier == "pinned" else 0
-    return tiers, list(used.values())
+def _pinned(
+    groups: Sequence[WeightUse], room: float = float("inf"), pinnable: float = float("inf")
+) -> dict[Key, WeightUse]:
+    """The groups that are pinned within some room for copies. Some cannot be compressed there.
+
+    Of what is sent equally often, weights that are in memory anyway come first: pinning them costs nothing more.
+    """
+    wanted: list[Crossing] = ["forward", "run", *(["once"] if room == float("inf") else [])]  # type: ignore[list-item]
+    found = {}
+    for group in sorted(groups, key=lambda use: (get_args(Crossing).index(use.crossing), use.file_bytes > 0)):
+        for use in (group, group._replace(coded_bytes=0)) if group.crossing in wanted else ():
+            if use.cost <= room and use.pinned_bytes <= pinnable:
+                found[use.key] = use
+                room, pinnable = room - use.cost, pinnable - use.pinned_bytes
+                break
+    return found
 
 
 def _buffer_bytes(groups: Sequence[WeightUse], budget: float) -> int:
@@ -229,21 +218,6 @@ def _buffer_bytes(groups: Sequence[WeightUse], budget: float) -> int:
     largest = max(group.num_bytes for group in groups)
     most = min(MAX_BUFFER, largest, int(min(budget, 2**62)) // 16)
     return max(most // _MIN_BUFFER, 1) * _MIN_BUFFER
-
-
-def _evenly(groups: Sequence[WeightUse], room: float) -> Sequence[WeightUse]:
-    """Groups in the order in which to pin them: those left out are spread evenly, so that reading never pauses."""
-    whole = sum(group.cost for group in groups)
-    share = 1.0 if whole <= max(room, 0) else max(room, 0) / whole
-    chosen: list[WeightUse] = []
-    left: list[WeightUse] = []
-    passed = used = 0
-    for group in groups:
-        passed += group.cost
-        is_due = used + group.cost <= passed * share + 1e-6
-        used += group.cost if is_due else 0
-        (chosen if is_due else left).append(group)
-    return [*chosen, *left]
 
 
 def _parts(groups: Sequence[WeightUse], tiers: Mapping[Key, Tier]) -> tuple[Part, ...]:

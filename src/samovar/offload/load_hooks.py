@@ -30,7 +30,8 @@ HOOK = "samovar_offload"
 
 
 class LoadHook(ModelHook):
-    """Lends what is outside the blocks of a component for the call of a module that holds some of it."""
+    """Lends what stays while its component is called: a block, or what is outside the blocks, for the call of a module
+    that holds some of it."""
 
     order = HookOrder.OFFLOAD
     may_be_left_out = True  # The component's own hook has lent it.
@@ -38,6 +39,7 @@ class LoadHook(ModelHook):
     def __init__(self, component: OffloadedComponent, path: str | None = None) -> None:
         """`path`: that of the block, or "" for the component as a whole."""
         self._component, self._stage, self._path = component, component.stage, path
+        self._group = component.blocks[path] if path else component.rest
         self._is_detached = False
         self._lent: list[list[WeightGroup]] = []
         """What each call that is running has lent."""
@@ -91,7 +93,7 @@ class LoadHook(ModelHook):
 
     def _begin(self, lent: list[WeightGroup]) -> None:
         """Lend what is needed."""
-        lent += [self._component.rest] if self._component.lend(self._component.rest) else []
+        lent += [self._group] if self._component.lend(self._group) else []
 
     def _end(self) -> None:
         """The call returns."""
@@ -128,18 +130,7 @@ class PassHook(LoadHook):
             self._component.ring.drop()
 
 
-class BlockHook(LoadHook):
-    """Lends a block that stays while its component is called."""
-
-    def __init__(self, component: OffloadedComponent, path: str) -> None:
-        super().__init__(component, path)
-        self._block = component.blocks[path]
-
-    def _begin(self, lent: list[WeightGroup]) -> None:
-        lent += [self._block] if self._component.lend(self._block) else []
-
-
-class StreamHook(BlockHook):
+class StreamHook(LoadHook):
     """Brings a block in through the ring before its call and lets it go after it."""
 
     may_be_left_out = False
@@ -148,8 +139,8 @@ class StreamHook(BlockHook):
         ring = self._component.ring
         assert ring is not None
         self._stage.check_call()
-        lent.append(self._block)
-        self._block.lend(ring.acquire(self._block), ring.memory)
+        lent.append(self._group)
+        self._group.lend(ring.acquire(self._group), ring.memory)
 
     def _end(self) -> None:
         if self._component.ring is not None:
@@ -173,7 +164,7 @@ def hooks_for(offloaded: OffloadedComponent, plan: ComponentPlan) -> Iterator[tu
     for entry in entries:
         yield entry, PassHook(offloaded)
     for path, block in component.blocks.items():
-        kind = StreamHook if path in plan.streamed else BlockHook
+        kind = StreamHook if path in plan.streamed else LoadHook
         yield block, kind(offloaded, path)
     for owner in owners_of(component.module, component.skip_with_blocks):
         if all(owner is not entry for entry in entries):

@@ -1,4 +1,4 @@
-"""What runs show of a pipeline on a card: the memory that components need, the time of blocks, the order of calls.
+"""What runs show of a pipeline on a card: the memory that components need, and the time of blocks.
 
 All of it is kept in a file, found by the model, the card and the size of the request, so that the next process plans
 with it from the start.
@@ -16,7 +16,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +72,6 @@ class Timer:
 def with_margin(num_bytes: int) -> int:
     """What is planned for a component that was seen to need this."""
     return int(num_bytes * (1 + _MARGIN)) + _SPARE
-
-
-def alternating(calls: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """The pairs of components that are called in turns, given the order of calls without repetitions."""
-    pairs = list(pairwise(calls))
-    twice = {pair for pair in pairs if pairs.count(pair) > 1 and pair[::-1] in pairs}
-    return tuple(sorted({(min(pair), max(pair)) for pair in twice}))
 
 
 # ------------------------------------------------------------------------------------------------ files

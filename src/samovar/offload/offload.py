@@ -50,15 +50,7 @@ from .host_device import HostStage
 from .host_tiers import TIME_LAYERS, TierPlan, plan_tiers, uses_of
 from .layout import check_movable
 from .load_hooks import HOOK, entries_of, hooks_for
-from .measured import (
-    Timer,
-    alternating,
-    file_of,
-    kept_folder,
-    read_history,
-    with_margin,
-    write_history,
-)
+from .measured import Timer, file_of, kept_folder, read_history, with_margin, write_history
 from .pinned import HostMemory, host_limit
 from .planner import OTHER_KERNELS, PHASES, OffloadPlan, plan_offload
 from .sizes import Component, ComponentSize, find_components, format_bytes, measure_components
@@ -139,8 +131,6 @@ class Offloaded(Handle, PipelineHook):
         """Where figures are kept."""
         self.history = self._written = self._recalled()
         """What runs have shown."""
-        self._planned = self.history
-        """What was known when the plan was made that is followed."""
         self.plan = self._plan_with_layers(config)
         self.tiers = self._tiers_for(config, self.plan)
 
@@ -266,7 +256,7 @@ class Offloaded(Handle, PipelineHook):
         except BaseException:
             self.detach()
             raise
-        self.plan, self.tiers, self._planned = plan, tiers, self.history
+        self.plan, self.tiers = plan, tiers
 
     def _install(self, plan: OffloadPlan, tiers: TierPlan) -> None:
         movers = {name: c for name, c in self._components.items() if plan.component(name).placement != "resident"}
@@ -354,10 +344,6 @@ class Offloaded(Handle, PipelineHook):
     def start_run(self, run: Run) -> None:
         """Weights may have changed since the last run, and this one may need more memory than was planned for."""
         with self._lock:
-            problems = {name: layers.problem for name, layers in self.time_layers.items() if layers.problem}
-            self.not_ahead |= problems
-            for name in problems:
-                self._follow(*self._with(replace(self._components[name].whole, time_layers={})))
             if not self._num_runs:  # Else weights would leave in the middle of another run.
                 self._replan_for(run)
                 self._phases.begin_run()
@@ -379,19 +365,7 @@ class Offloaded(Handle, PipelineHook):
 
     def _learn_of_run(self) -> None:
         """Keep what the run has shown."""
-        roles = {component.whole.name: component.whole.role for component, _ in self._phases.calls}
-        calls = [component.whole.name for component, _ in self._phases.calls]
-        pairs = [pair for pair in alternating(calls) if {roles[one] for one in pair} & {"denoiser", "companion"}]
-        order = tuple(roles)
         self._end_timing()
-        before = self.history
-        visits = {name: layers.visit_s for name, layers in self.time_layers.items() if layers.visit_s}
-        self.history = replace(
-            before,
-            order=order or before.order,
-            together=tuple(pairs) if order else before.together,
-            visit_s={**before.visit_s, **visits},
-        )
         if self._file is not None and self.history != self._written:
             write_history(self._file, self.history)
             self._written = self.history
@@ -406,7 +380,6 @@ class Offloaded(Handle, PipelineHook):
         if larger is not None:
             self.replan(**vars(larger))
         elif self._is_outdated():
-            self._planned = self.history
             plan = self._plan_with_layers(self.config)
             if _structure(plan) != _structure(self.plan):
                 self._follow(plan, self._tiers_for(self.config, plan))
@@ -417,12 +390,7 @@ class Offloaded(Handle, PipelineHook):
         if any(not part.is_known and part.name in history.needs for part in plan.components):
             return True
         is_open = self.config.precompute is None and plan.ahead_from > 0 and history.steps is not None
-        if is_open and ((history.steps or 0) >= plan.ahead_from) != plan.computes_ahead:
-            return True
-        has_companions = any(part.role == "companion" for part in plan.components)
-        if plan.budget_bytes is None or not history.order:
-            return False
-        return history.together != self._planned.together or (has_companions and not self._planned.order)
+        return is_open and ((history.steps or 0) >= plan.ahead_from) != plan.computes_ahead
 
     def _larger_size(self, run: Run) -> RequestSize | None:
         """The size of a run if that needs more memory than was planned for."""

@@ -348,9 +348,8 @@ class _Planner:
             forward_s = max(sum(block.compute_s for block in blocks) + rest_s, bus_s, part.forward_s or 0.0)
             step_s += forward_s * (1 - self.config.skipped) / len(denoisers)
             if part.ahead_bytes and size.ahead is not None:
-                visit_s = part.ahead_bytes / min(ASSUMED_COPY, plan.bus_bytes_s)
                 runs = 1 if size.ahead.reads_text else _RUNS_OF_A_SCHEDULE
-                once_s += self.history.visit_s.get(part.name, visit_s) / runs
+                once_s += part.ahead_bytes / min(ASSUMED_COPY, plan.bus_bytes_s) / runs
         return step_s, once_s
 
     def _check_mode(self) -> None:
@@ -386,15 +385,10 @@ class _Planner:
         return max(self.needs.get(size.name, 0), room, *always, 0)
 
     def _partners(self, size: ComponentSize, sizes: Sizes) -> list[ComponentSize]:
-        """Those that are called in turns with a component in each step, so that they must be on the device together."""
-
-        def are_partners(other: ComponentSize) -> bool:
-            roles = {size.role, other.role}
-            assumed = "companion" in roles and roles <= {"companion", "denoiser"}
-            is_in_steps = bool(roles & {"companion", "denoiser"}) and other is not size
-            return is_in_steps and self.history.are_together(size.name, other.name, assumed)
-
-        return [other for other in _takers(sizes) if are_partners(other)]
+        """Those that are called in turns with a component in each step, so that they must be on the device together:
+        companions with each other, and with denoisers."""
+        roles = {"denoiser": ("companion",), "companion": ("companion", "denoiser")}.get(size.role, ())
+        return [other for other in _takers(sizes) if other is not size and other.role in roles]
 
     def _least(self, sizes: Sizes) -> dict[str, int]:
         """The least memory in which each component can be called."""
@@ -462,7 +456,7 @@ class _Planner:
         sizes = [one.size for one in placed]
         staying = sum(one.device_bytes for one in placed if not one.moves) + sum(map(self._graph_bytes, sizes))
         components = tuple(self._part(one, placed, staying) for one in placed)
-        peak, moved = max(part.peak_bytes for part in components), _moved_bytes(components, self.history.order)
+        peak, moved = max(part.peak_bytes for part in components), _moved_bytes(components)
         how = self.timing.bus_bytes_s, self.notes, self.config.skipped, self.steps, moved
         return OffloadPlan(components, peak, self.budget, *how)
 
@@ -513,12 +507,11 @@ def _takers(sizes: Sizes) -> list[ComponentSize]:
     return [size for size in sizes if size.role in PHASES and size.num_bytes]
 
 
-def _moved_bytes(components: Sequence[ComponentPlan], order: Sequence[str]) -> int:
+def _moved_bytes(components: Sequence[ComponentPlan]) -> int:
     """Bytes that cross the bus in a run, beside those of the denoisers' forwards: what components have left since the
     last run and what encoders stream. Those leave first that are needed last."""
-    roles = [*PHASES]
     takers = [part for part in components if part.placement != "resident"]
-    takers.sort(key=lambda part: (order.index(part.name) if part.name in order else len(order), roles.index(part.role)))
+    takers.sort(key=lambda part: [*PHASES].index(part.role))
     held = dict.fromkeys((part.name for part in takers), 0)
     moved = 0
     for _ in range(2):  # The first run begins with an empty device.

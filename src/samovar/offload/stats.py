@@ -20,8 +20,6 @@ class TimeStats:
     """Forwards that found their outputs."""
     live_calls: int = 0
     """Calls of layers whose weights were brought in for the call."""
-    surprises: int = 0
-    """Forwards in which a layer was given something unexpected."""
 
     def __str__(self) -> str:
         return (

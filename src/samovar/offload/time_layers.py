@@ -6,9 +6,9 @@ MiB: what its layers return, and what they are given, to be compared. A later ca
 bits of the time, guidance and pooled text that it is given, and the layers return what is there. All of it is true as
 long as the weights are what they were.
 
-What the layers are given is checked. In the first forward of a run, and at the first of the layers that are given the
-same, that is before an output is used: a layer that is given something else is computed as ever, with its weights
-brought in for the call. Everything else is compared behind the forward, and a difference is an error.
+What the layers are given is compared with what was expected, on the device, and nobody waits for it: a difference is an
+error at the next step, or at the end of the run. A layer that is given something of another form, or more often than
+expected, is computed as ever, with its weights brought in for the call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -52,8 +51,6 @@ MIN_IN_BLOCKS, MIN_OUTSIDE = 2**20, 2**26
 """Bytes of the smallest layers that are worth it. Outside of blocks a layer also runs in steps that a cache skips."""
 _MAX_FORMS = 8
 """Forms of calls that are kept."""
-_MAX_SURPRISES, _FORGIVEN = 3, 0.25
-"""Forwards whose layers may be given something unexpected, and how much of one is forgiven by a forward without."""
 _MAX_UNPINNED = 4
 """Visits to the device from memory that is not pinned: few for models that need one for each number of steps alone."""
 _MAX_KEPT = 2**29
@@ -151,13 +148,13 @@ class _Part(NamedTuple):
     start: int
     form: Form
 
-    def of(self, row: torch.Tensor) -> torch.Tensor:
-        """Its bytes in a row."""
-        return row[self.start : self.start + self.form.num_bytes]
+    @property
+    def end(self) -> int:
+        return self.start + self.form.num_bytes
 
     def view(self, row: torch.Tensor) -> torch.Tensor:
         """The tensor in a row."""
-        return self.of(row).view(self.form.dtype).view(self.form.shape)
+        return row[self.start : self.end].view(self.form.dtype).view(self.form.shape)
 
 
 class KnownSteps:
@@ -170,11 +167,10 @@ class KnownSteps:
         """By the identity of a layer: the numbers of its calls."""
         for number, identity in enumerate(ids):
             self.calls.setdefault(identity, []).append(number)
-        self.kinds: Sequence[int] = range(len(ids))
-        """By call: a number that calls have in common which are given the same."""
         self._size = 0
-        self.outputs = [self._place(call.returns, ALIGNMENT) for call in tape.layer_calls if call.returns is not None]
+        self.outputs = [self._place(call.returns, ALIGNMENT) for call in tape.layer_calls]
         self.inputs = [[self._place(form) for form in call.given] for call in tape.layer_calls]
+        """Those of one call lie together."""
         self._misses = 0
         self.forget()
 
@@ -185,14 +181,15 @@ class KnownSteps:
 
     def forget(self) -> None:
         """Drop what was computed."""
-        self.is_proved = False
-        """Whether a forward of this run has shown that the layers are given what was expected."""
         self._keys: torch.Tensor | None = None
         self._rows: list[torch.Tensor] = []
 
-    def expected_in(self, row: torch.Tensor, numbers: Iterable[int]) -> torch.Tensor:
-        """What the calls of these numbers are to be given, as bytes."""
-        return torch.cat([part.of(row) for number in numbers for part in self.inputs[number]])
+    def differs(self, number: int, given: Sequence[torch.Tensor], row: torch.Tensor) -> torch.Tensor | None:
+        """Whether a call is given something else than was expected, as a tensor; None if that has another form."""
+        parts = self.inputs[number]
+        if [(t.shape, t.dtype, t.device) for t in given] != [(*part.form, row.device) for part in parts]:
+            return None
+        return (bits_of(given) != row[parts[0].start : parts[-1].end]).any()
 
     @property
     def is_guessing(self) -> bool:
@@ -221,7 +218,7 @@ class KnownSteps:
 
         def gathered(part: _Part) -> torch.Tensor:
             """Where all steps of a part lie together at first, as one copy that nobody waits for."""
-            return made[count * part.start :][: count * part.form.num_bytes]
+            return made[count * part.start : count * part.end]
 
         layers = iter(zip(self.outputs, self.inputs, strict=True))
         for given, outputs in self.tape.play(model, steps, fetch):
@@ -231,10 +228,7 @@ class KnownSteps:
         keys = torch.stack([key_of(step) for step in steps])
         stage.host_waits(stage.mark_computed())
         for part in (*self.outputs, *itertools.chain(*self.inputs)):
-            rows[:, part.start : part.start + part.form.num_bytes] = gathered(part).view(count, -1)
-        kinds: dict[bytes, int] = {}
-        given_bytes = [b"".join(part.of(rows[0]).numpy().tobytes() for part in parts) for parts in self.inputs]
-        self.kinds = [kinds.setdefault(one, len(kinds)) for one in given_bytes]
+            rows[:, part.start : part.end] = gathered(part).view(count, -1)
         most = max(_MAX_KEPT // max(self._size, 1), count)
         self._rows = [*rows, *self._rows][:most]
         self._keys = (keys if self._keys is None else torch.cat([keys, self._keys]))[:most]
@@ -243,15 +237,15 @@ class KnownSteps:
 
 def key_of(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """The bits of what the model is given at a step."""
-    return torch.cat([bits(tensor) for tensor in inputs]) if inputs else torch.zeros(0, dtype=torch.uint8)
+    return bits_of(inputs) if inputs else torch.zeros(0, dtype=torch.uint8)
 
 
 def bits_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Some tensors as bytes, one after the other."""
     first = tensors[0]
-    if all(tensor.dtype is first.dtype and tensor.shape == first.shape for tensor in tensors):
-        return bits(torch.stack(tuple(tensors)))
-    return torch.cat([bits(tensor) for tensor in tensors])
+    if len(tensors) > 1 and all(tensor.dtype is first.dtype and tensor.shape == first.shape for tensor in tensors):
+        return bits(torch.stack(tuple(tensors)))  # One copy of all.
+    return torch.cat([bits(tensor) for tensor in tensors]) if len(tensors) > 1 else bits(first)
 
 
 @dataclass
@@ -262,28 +256,17 @@ class _Forward:
     kwargs: Any
     thread: int
     known: KnownSteps | None = None
-    form: Hashable = None
     row: torch.Tensor | None = None
     """Outputs and inputs of its step, on the device."""
     is_looked_up: bool = False
-    settles_at_once: bool = True
-    """Whether nobody will tell of the end of the run."""
     counts: dict[int, int] = field(default_factory=dict)
     """How often each layer was called."""
-    checked: set[int] = field(default_factory=set)
-    """The kinds of inputs that were as expected."""
-    given: list[torch.Tensor] = field(default_factory=list)
-    """What layers were given, to be compared after the forward."""
-    numbers: list[int] = field(default_factory=list)
-    """The numbers of their calls."""
 
     def next_call(self, layer: torch.nn.Module, known: KnownSteps) -> int | None:
         """The number of a layer's next call; None if it is called more often than is known."""
         calls, nth = known.calls.get(id(layer), ()), self.counts.get(id(layer), 0)
-        if nth >= len(calls):
-            return None
         self.counts[id(layer)] = nth + 1
-        return calls[nth]
+        return calls[nth] if nth < len(calls) else None
 
 
 class TimeLayers:
@@ -297,10 +280,6 @@ class TimeLayers:
         """Held while the model is called."""
         self.stats = stage.stats.ahead.setdefault(component.name, TimeStats())
         self.stats.layers, self.stats.num_bytes = len(self.layers), tensor_bytes(list(self.layers.values()))
-        self.problem = ""
-        """Why nothing is computed ahead any more, if so."""
-        self.visit_s = 0.0
-        """Seconds that the last visit to the device took."""
         self._tier: Tier = tier
         self._num_visits, self._may_pin = 0, may_pin
         self._name, self._model, self._stage, self._host = component.name, unwrapped(component.module), stage, host
@@ -320,8 +299,7 @@ class TimeLayers:
         self._run: Run | None = None
         self._forward: _Forward | None = None
         self._doubts: list[torch.Tensor] = []
-        """Whether a layer was given something unexpected, on the device, by forward."""
-        self._surprises = 0.0
+        """Whether a layer was given something unexpected, on the device, by call."""
         self._is_gone = False
 
     def install(self, undo: contextlib.ExitStack) -> None:
@@ -360,26 +338,11 @@ class TimeLayers:
             self._forward = _Forward(args, kwargs, threading.get_ident())
             try:
                 yield
-                self._end()
+                run = current_run()
+                if run is None or OFFLOAD_HOOK not in pipeline_hooks(run.pipeline):
+                    self.settle()  # Nobody will tell of the end of the run.
             finally:
                 self._forward = None
-
-    def _end(self) -> None:
-        """Compare what the layers were given with what was expected, without waiting if the end of the run will."""
-        forward, self._forward = self._forward, None
-        if forward is None or forward.known is None:
-            return
-        if forward.given and forward.row is not None:
-            expected = forward.known.expected_in(forward.row, forward.numbers)
-            is_other = (bits_of(forward.given) != expected).any()
-        if forward.known.is_proved and forward.given:
-            self._doubts.append(is_other)
-        elif sum(forward.counts.values()) == len(forward.known.outputs):
-            self._surprises = max(self._surprises - _FORGIVEN, 0.0)
-            # If the model has written into what it gave a layer, this must be compared before each output is used.
-            forward.known.is_proved = bool(forward.given) and not bool(is_other)
-        if forward.settles_at_once:
-            self.settle()
 
     def settle(self) -> None:
         """Wait for the comparisons, and raise if one has found a difference."""
@@ -396,7 +359,7 @@ class TimeLayers:
         """What a layer returns in the running forward; NOT_BYPASSED if it must be computed, as it must be where others
         look on."""
         forward = self._forward
-        if forward is None or self.problem or forward.thread != threading.get_ident():
+        if forward is None or forward.thread != threading.get_ident():
             return NOT_BYPASSED
         if torch.is_grad_enabled() or is_autocast() or not is_free(layer):
             return NOT_BYPASSED
@@ -407,52 +370,28 @@ class TimeLayers:
         number = None if known is None else forward.next_call(layer, known)
         if known is None or row is None or number is None:
             return NOT_BYPASSED
-        tensors = list(nested.tensors((args, kwargs)))
-        is_alike = [(t.shape, t.dtype) for t in tensors] == [part.form for part in known.inputs[number]]
-        is_alike = is_alike and all(tensor.device == row.device for tensor in tensors)
-        is_checked = known.is_proved and known.kinds[number] in forward.checked
-        if not is_alike or not (is_checked or torch.equal(bits_of(tensors), known.expected_in(row, [number]))):
-            self._surprise(forward)
+        is_other = known.differs(number, list(nested.tensors((args, kwargs))), row)
+        if is_other is None:
             return NOT_BYPASSED
-        forward.checked.add(known.kinds[number])
-        forward.given += tensors
-        forward.numbers.append(number)
+        self._doubts.append(is_other)
         return known.outputs[number].view(row)
-
-    def _surprise(self, forward: _Forward) -> None:
-        """A layer is given something unexpected. The rest of the forward is computed, and the next one looks again."""
-        self._known.pop(forward.form, None)
-        forward.known = None
-        self.stats.surprises += 1
-        self._surprises += 1
-        if self._surprises >= _MAX_SURPRISES:
-            self.problem = "the inputs of layers were not those expected, repeatedly"
 
     def _look_up(self, forward: _Forward) -> None:
         """Find what was computed for a call of the model, or compute it now for this step and those to come."""
         run = current_run()
         is_new_run, self._run = run is not self._run, run
-        forward.settles_at_once = run is None or OFFLOAD_HOOK not in pipeline_hooks(run.pipeline)
-        form = forward.form = (
-            self._check_model(is_new_run),
-            _numerics(),
-            nested.signature((forward.args, forward.kwargs)),
-        )
+        form = (self._check_model(is_new_run), _numerics(), nested.signature((forward.args, forward.kwargs)))
         known = self._steps_of(form, forward)
         if known is None:
             return
         tensors = list(nested.tensors((forward.args, forward.kwargs)))
         inputs = [tensors[place].to(self._stage.device) for place in known.tape.inputs]
-        if is_new_run:
-            known.is_proved = False
         row = known.find(key_of(inputs))
         self.settle()  # The device was waited for just now.
         if row is None:
             self._pin_if_it_pays()
             steps = [inputs, *(coming_inputs(run, inputs) if known.is_guessing else ())]
-            began = time.perf_counter()
             row = known.compute(self._model, steps, self._visiting, self._stage)
-            self.visit_s = time.perf_counter() - began
             self.stats.computed_steps += len(steps)
         else:
             self.stats.found_forwards += 1

@@ -8,8 +8,8 @@ those bits.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
 
 import torch
 
@@ -30,63 +30,47 @@ _FORMS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )
 
 
-class _Course(NamedTuple):
-    """A value in a tensor, and those that may come in its place, in order."""
-
-    now: float
-    later: tuple[float, ...]
+Change = tuple[int, float, float]
+"""The place of a tensor among those that the model is given, a value in it, and the one that comes in its place."""
 
 
 def coming_inputs(run: Run | None, given: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """What the model will be given at the later steps of a run in place of these tensors; nothing if nobody knows."""
-    times = _times_of(getattr(run.pipeline, "scheduler", None) if run is not None else None)
-    courses = [(place, course) for place, tensor in enumerate(given) for course in _courses(times, tensor)]
-    # Forms that agree now may differ later, and what has the time's value now may be no time: all of it is likely. A
-    # second timestep, or a noise level, goes along with the first.
-    choices: dict[tuple[tuple[int, float, float], ...], None] = {}
-    for step in range(max((len(course.later) for _, course in courses), default=0)):
-        alone = [(place, course.now, course.later[step]) for place, course in courses if step < len(course.later)]
-        together = {place: (place, now, later) for place, now, later in reversed(alone)}
-        choices |= dict.fromkeys([tuple(together.values()), *((one,) for one in alone)])
-    return [_replaced(given, choice) for choice in list(choices)[:MAX_AHEAD]]
-
-
-def _times_of(scheduler: Any) -> list[torch.Tensor]:
-    """The timesteps and noise levels of a scheduler; none if it has no list of timesteps."""
-    named = [getattr(scheduler, name, None) for name in ("timesteps", "sigmas")]
-    if not isinstance(named[0], torch.Tensor):
+    scheduler = None if run is None else getattr(run.pipeline, "scheduler", None)
+    times = getattr(scheduler, "timesteps", None)
+    if not isinstance(times, torch.Tensor) or times.ndim != 1 or times.is_meta:
         return []
-    count = len(named[0])
-    return [t[:count].cpu() for t in named if isinstance(t, torch.Tensor) and t.ndim == 1 and not t.is_meta]
+    courses = [(place, *course) for place, tensor in enumerate(given) for course in _courses(times.cpu(), tensor)]
+    # Forms that agree now may differ later, and what has the time's value now may be no time: all of it is likely. A
+    # second timestep goes along with the first.
+    choices: dict[tuple[Change, ...], None] = {}
+    for step in range(len(times)):
+        alone = [(place, now, later[step]) for place, now, later in courses if step < len(later)]
+        together = {change[0]: change for change in reversed(alone)}
+        choices |= dict.fromkeys([tuple(together.values()), *((change,) for change in alone)])
+    return [_changed(given, choice) for choice in itertools.islice(filter(None, choices), MAX_AHEAD)]
 
 
-def _replaced(given: Sequence[torch.Tensor], choice: Iterable[tuple[int, float, float]]) -> list[torch.Tensor]:
-    """Some tensors with a value replaced in each of those that a choice names."""
+def _changed(given: Sequence[torch.Tensor], choice: Iterable[Change]) -> list[torch.Tensor]:
+    """Some tensors with values replaced, with the strides that they have now."""
     made = list(given)
     for place, now, later in choice:
-        made[place] = _changed(made[place], now, later)
+        tensor = made[place]
+        core = tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]
+        made[place] = torch.where(core == now, torch.full_like(core, later), core).expand(tensor.shape)
     return made
 
 
-def _changed(tensor: torch.Tensor, now: float, later: float) -> torch.Tensor:
-    """A tensor at a later step, with the strides that it has now."""
-    core = tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]
-    return torch.where(core == now, torch.full_like(core, later), core).expand(tensor.shape)
-
-
-def _courses(times: Sequence[torch.Tensor], tensor: torch.Tensor) -> Iterator[_Course]:
+def _courses(times: torch.Tensor, tensor: torch.Tensor) -> Iterator[tuple[float, tuple[float, ...]]]:
     """For each value of a tensor, what follows it in each form of the scheduler's times that has it."""
     if tensor.is_meta or not tensor.numel() or tensor.dtype is torch.bool:
         return
     distinct: torch.Tensor = torch.unique(tensor.detach().cpu())
-    seen: set[_Course] = set()
+    # Whole numbers may be indices of a table: a time that is made of them would not be in it.
+    forms = _FORMS if tensor.is_floating_point() else _FORMS[:1]
+    early = dict.fromkeys((times.dtype, tensor.dtype, torch.float32))
+    scales = dict.fromkeys(tuple(form(times.to(d)).to(tensor.dtype).tolist()) for d in early for form in forms)
     for now in distinct.tolist() if len(distinct) <= _MAX_VALUES else ():
-        for scale in times:
-            for early in dict.fromkeys((scale.dtype, tensor.dtype, torch.float32)):
-                # Whole numbers may be indices of a table: a time that is made of them would not be in it.
-                for form in _FORMS if tensor.is_floating_point() else _FORMS[:1]:
-                    values = form(scale.to(early)).to(tensor.dtype).tolist()
-                    course = _Course(now, tuple(values[values.index(now) + 1 :]) if now in values else ())
-                    if course.later and course not in seen:
-                        seen.add(course)
-                        yield course
+        for values in scales:
+            if now in values[:-1]:
+                yield now, values[values.index(now) + 1 :]
