@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from samovar.offload import HostStage, shared
-from samovar.offload.files import ModelFile
+from samovar.offload.files import Source
 from samovar.offload.pinned import HostMemory
 from samovar.offload.weight_group import WeightGroup
 
@@ -34,15 +34,15 @@ def answer(weights: list[torch.Tensor], group: WeightGroup, stage: HostStage) ->
 
 
 def die_half_way() -> None:
-    read = ModelFile.read
+    read = Source.read
 
-    def killed(self: ModelFile, target: memoryview, offset: int) -> None:
-        read(self, target[: len(target) // 2], offset)
+    def killed(self: Source, start: int, target: torch.Tensor) -> None:
+        read(self, start, target[: len(target) // 2])
         print('"dying"', flush=True)
         sys.stdin.readline()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    ModelFile.read = killed  # type: ignore[method-assign]
+    Source.read = killed  # type: ignore[method-assign]
 
 
 def main() -> None:

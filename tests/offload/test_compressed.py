@@ -48,8 +48,8 @@ def compressed_weights(offloaded: Offloaded) -> dict[str, torch.nn.Parameter]:
         id(tensor)
         for group in offloaded._components["transformer"]._groups
         for wire in group._held.wires
-        if wire.form is not None and wire.copied_from is not None
-        for tensor in wire.copied_from.spans[0][0].tensors
+        if wire.form is not None
+        for tensor in wire.piece.spans[0][0].tensors
     }
     named = offloaded._pipeline.transformer.named_parameters()
     return {name: weight for name, weight in named if id(weight) in found and "norm" not in name}

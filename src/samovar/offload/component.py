@@ -110,8 +110,6 @@ class OffloadedComponent:
         self._last_run: weakref.ref[Run] | None = None
         self._settled: list[Buffer] = []
         """Device memory of weights that stay for good."""
-        self._phases_before: dict[int, int] = {}
-        """By the id of a span's first tensor, where in a cache line that began on the host."""
 
     def _skipped(self) -> frozenset[int]:
         return self.component.skip
@@ -158,9 +156,10 @@ class OffloadedComponent:
     def settle(self) -> None:
         """Move to the device for good what is not there yet."""
         plain, wrappers, _ = take_apart(held_by(self.component.module, self.component.skip))
-        for span in spans_of(tensor for tensor in plain if not self.stage.is_here(tensor)):
+        elsewhere = [tensor for tensor in plain if not self.stage.is_here(tensor)]
+        self._host.note_phases(elsewhere)
+        for span in spans_of(elsewhere):
             phase = span.phase if self.stage.keeps_phase or span.needs_phase else 0
-            self._phases_before.setdefault(id(span.tensors[0]), span.phase)
             memory = self.stage.allocate(phase + span.num_bytes)
             self._settled.append(memory)
             move(span, memory.flat[phase:])
@@ -180,7 +179,7 @@ class OffloadedComponent:
         is_host = self._home.type == "cpu"
         for span in spans_of(t for t in plain if t.device != self._home or (is_host and self.stage.is_here(t))):
             if is_host:
-                move_to_host(span, self._phases_before.get(id(span.tensors[0]), span.phase))
+                move_to_host(span, self._host.phase_before(span))
             else:
                 move(span, torch.empty(span.num_bytes, dtype=torch.uint8, device=self._home))
         for wrapper in wrappers:

@@ -58,15 +58,6 @@ class ModelFile:
                 "Restore the file and load the pipeline again."
             )
 
-    def read(self, target: memoryview, offset: int) -> None:
-        """Fill memory from a place in the file itself."""
-        while target:
-            count = os.preadv(self.fd, [target], offset)
-            if not count:
-                self.check()
-                raise ModelError(f"{self.path} ends at byte {offset}, in the middle of a weight. Load the model again.")
-            target, offset = target[count:], offset + count
-
 
 @dataclass(frozen=True)
 class Source:

@@ -87,7 +87,6 @@ class TensorFinder:
         self._skipped: Collection[int] | None = None
         self._tensors: list[torch.Tensor] = []
         self._held: list[tuple[dict[str, Any], list[Any]]] = []
-        self._empty: list[dict[str, Any]] = []
         self._beside: list[tuple[torch.nn.Module, list[torch.Tensor]]] = []
 
     def __call__(self) -> list[torch.Tensor]:
@@ -102,16 +101,13 @@ class TensorFinder:
             tables += take_apart(self._tensors).tables
             beside = [(part, kept_beside_weights(part)) for part in parts]
             self._beside = [(part, tensors) for part, tensors in beside if tensors]
-            self._held = [(table, list(table.values())) for table in tables if table]
-            self._empty = [table for table in tables if not table]
+            self._held = [(table, list(table.values())) for table in tables]
         return self._tensors
 
     def _is_same(self) -> bool:
-        return (
-            not any(self._empty)
-            and all(len(held) == len(parts) and all(map(is_, held.values(), parts)) for held, parts in self._held)
-            and all(list(map(id, kept_beside_weights(part))) == list(map(id, now)) for part, now in self._beside)
-        )
+        return all(
+            len(held) == len(parts) and all(map(is_, held.values(), parts)) for held, parts in self._held
+        ) and all(list(map(id, kept_beside_weights(part))) == list(map(id, now)) for part, now in self._beside)
 
 
 def owners_of(module: torch.nn.Module, skip: Collection[int] = ()) -> list[torch.nn.Module]:

@@ -389,8 +389,7 @@ class Offloaded(Handle, PipelineHook):
         plan, history = self.plan, self.history
         if any(not part.is_known and part.name in history.needs for part in plan.components):
             return True
-        is_open = self.config.precompute is None and plan.ahead_from > 0 and history.steps is not None
-        return is_open and ((history.steps or 0) >= plan.ahead_from) != plan.computes_ahead
+        return self.config.precompute is None and history.steps not in (None, plan.steps)
 
     def _larger_size(self, run: Run) -> RequestSize | None:
         """The size of a run if that needs more memory than was planned for."""

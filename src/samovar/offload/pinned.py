@@ -19,11 +19,13 @@ import weakref
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .device import Stage
-from .files import READERS, SLICE, Files, Unpinned
+from .files import READERS, Files, Unpinned
 from .host_tiers import NUM_BUFFERS, PINNABLE
 from .layout import LINE, Piece, Span, flat_bytes, move, spans_of
 from .shared import shared_copy
@@ -72,6 +74,8 @@ class HostMemory:
         self._untrimmed_bytes = 0
         self._buffers: list[torch.Tensor] = []
         self._files = Files()
+        self._phases: Any = WeakTensorKeyDictionary()
+        """By tensor: where in a cache line its data began before we moved it."""
         self._pinned: dict[int, torch.UntypedStorage] = {}
         """Pinned chunks by address. They must not be freed before they are unpinned."""
         self._finalizer = weakref.finalize(self, _close, stage, self._pinned)
@@ -90,6 +94,16 @@ class HostMemory:
     def adopting(self) -> contextlib.AbstractContextManager[None]:
         """Around the adoption of many weights, so that it is quick."""
         return self._files.reading_once()
+
+    def note_phases(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Remember where in a cache line tensors begin, before they are moved."""
+        for tensor in tensors:
+            self._phases.setdefault(tensor, Span(tensor.data_ptr(), 0, (tensor,)).phase)
+
+    def phase_before(self, span: Span) -> int:
+        """Where in a line a span is to begin on the host."""
+        phase: int = self._phases.get(span.tensors[0], span.phase)
+        return phase
 
     def in_place(self, piece: Piece) -> Unpinned:
         """The bytes of a piece where they are."""
@@ -126,27 +140,20 @@ class HostMemory:
         if not self._shares:
             return None
         source = self.in_place(piece)
-        files = [(at, part.file, part.offset, part.num_bytes) for at, part in source.parts if part.file is not None]
-        if len(files) < len(source.parts) or not source.num_bytes:
+        identity = [(at, p.offset, p.num_bytes, *p.file.identity) for at, p in source.parts if p.file is not None]
+        if len(identity) < len(source.parts) or not source.num_bytes:
             return None
 
         def fill(memory: torch.Tensor) -> None:
-            view = memoryview(memory.numpy().data)
             with ThreadPoolExecutor(READERS) as threads:
-                for at, file, offset, num_bytes in files:
-                    starts = range(0, num_bytes, SLICE)
-                    slices = [(view[at : at + num_bytes][start : start + SLICE], offset + start) for start in starts]
-                    list(threads.map(lambda part: file.read(*part), slices))  # noqa: B023
+                source.read(0, memory, threads)
             self._stage.stats.copied_bytes += source.num_bytes
 
-        identity = [(at, offset, num_bytes, *file.identity) for at, file, offset, num_bytes in files]
         mapped = shared_copy(identity, source.num_bytes, fill)
         if mapped is None:
             return None
         copy = _whole(mapped)[: source.num_bytes]
         for at, part in source.parts:
-            if part.file is not None:
-                part.file.check()
             if not torch.equal(copy[at : at + part.num_bytes], part.memory):
                 return None
         _chunks[copy.data_ptr()] = mapped

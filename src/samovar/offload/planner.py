@@ -11,7 +11,6 @@ it would fit as a whole: then nothing has to leave for it and come back.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -127,8 +126,6 @@ class OffloadPlan:
     """For which it was made."""
     moved_bytes: int = 0
     """Bytes that cross the bus in a run beside those of the denoisers' forwards."""
-    ahead_from: float = 0
-    """The number of steps from which layers are computed ahead that depend on time alone."""
 
     @property
     def offloads_anything(self) -> bool:
@@ -177,7 +174,6 @@ class OffloadPlan:
         plain = asdict(self)
         for component in plain["components"]:
             component["streamed"] = sorted(component["streamed"])
-        plain["ahead_from"] = None if math.isinf(self.ahead_from) else self.ahead_from
         derived = ("take_turns", "slow_down", "offloads_anything")
         phases = [asdict(phase) for phase in self.phases]
         return plain | {name: getattr(self, name) for name in derived} | {"phases": phases}
@@ -318,7 +314,7 @@ class _Planner:
             return best
         self._check_mode()
         plans = [self._offloaded(sizes) for sizes in self._possible(variants)]
-        return fitting[0] if fitting and all(plan.other_kernels for plan in plans) else self._quickest(plans)
+        return fitting[0] if fitting and all(plan.other_kernels for plan in plans) else min(plans, key=self._run_s)
 
     def _possible(self, variants: list[Sizes]) -> list[Sizes]:
         """Those that can run within the budget. Refused if none can."""
@@ -329,28 +325,19 @@ class _Planner:
             self._refuse(variants[least.index(min(least))])
         return [sizes for sizes, needed in zip(variants, least, strict=True) if needed <= self.budget]
 
-    def _quickest(self, plans: Sequence[OffloadPlan]) -> OffloadPlan:
-        """Of plans with and without layers that are computed ahead, the one whose runs take less time."""
-        if len(plans) == 1:
-            return plans[0]
-        (whole_s, whole_once), (ahead_s, ahead_once) = map(self._times, plans)
-        gain, cost = whole_s - ahead_s, ahead_once - whole_once
-        ahead_from = 0 if cost <= 0 <= gain else math.inf if gain <= 0 else cost / gain
-        return replace(plans[self.steps >= ahead_from], ahead_from=ahead_from)
-
-    def _times(self, plan: OffloadPlan) -> tuple[float, float]:
-        """Seconds of a step, and of what is done once in a run."""
-        step_s, once_s = 0.0, plan.moved_bytes / plan.bus_bytes_s
+    def _run_s(self, plan: OffloadPlan) -> float:
+        """Seconds of a run's steps, and of what is done once in a run."""
+        run_s = plan.moved_bytes / plan.bus_bytes_s
         denoisers = [(plan.component(size.name), size) for size in self.sizes if size.role == "denoiser"]
         for part, size in denoisers:
             blocks, rest_s = with_times(size, self.timing)
             bus_s = part.streamed_bytes / plan.bus_bytes_s
             forward_s = max(sum(block.compute_s for block in blocks) + rest_s, bus_s, part.forward_s or 0.0)
-            step_s += forward_s * (1 - self.config.skipped) / len(denoisers)
+            run_s += self.steps * forward_s * (1 - self.config.skipped) / len(denoisers)
             if part.ahead_bytes and size.ahead is not None:
                 runs = 1 if size.ahead.reads_text else _RUNS_OF_A_SCHEDULE
-                once_s += part.ahead_bytes / min(ASSUMED_COPY, plan.bus_bytes_s) / runs
-        return step_s, once_s
+                run_s += part.ahead_bytes / min(ASSUMED_COPY, plan.bus_bytes_s) / runs
+        return run_s
 
     def _check_mode(self) -> None:
         takers = _takers(self.sizes)

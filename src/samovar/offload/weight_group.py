@@ -29,7 +29,7 @@ from .coding import Form
 from .device import Buffer, Stage
 from .files import ModelFile, Unpinned
 from .host_tiers import Tier
-from .layout import Piece, Span, flat_bytes, lay_out, move_to_host, set_data, spans_of, view_of
+from .layout import Piece, flat_bytes, lay_out, move_to_host, set_data, spans_of, view_of
 from .pinned import HostMemory, Source, new_chunk
 from .ring import Mark
 from .seen import Seen, versions_of
@@ -43,12 +43,11 @@ class Wire(NamedTuple):
     """A piece as it crosses the bus."""
 
     source: Source
+    piece: Piece
     seen: Seen
     """The weights as they were when it was made."""
     form: Form | None = None
     """How it is compressed."""
-    copied_from: Piece | None = None
-    """Where the weights are, if it is a copy of them."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,6 @@ class _Held:
     cast: Collection[int] = ()
     """The ids of those that are cast for each call and back."""
     wires: Sequence[Wire] = ()
-    starts: Sequence[int] = ()
-    """Where in each piece what crosses the bus begins."""
-    sizes: Sequence[int] = ()
     files: Sequence[ModelFile] = ()
     """Those that weights are read from."""
     how: tuple[bool, Tier] = (False, "pinned")
@@ -112,8 +108,6 @@ class WeightGroup:
         self._find, self._find_cast, self._stage, self._host = find, find_cast, stage, host
         self._held = _Held()
         self._changes = 0
-        self._phases: dict[int, int] = {}
-        """By tensor id, where in a cache line its data began before we moved it."""
         self._lent: tuple[Sequence[torch.Tensor], list[int]] | None = None
         """While it is called: its data on the device, and the counts of changes before."""
         self._own: _Own | None = None
@@ -126,11 +120,11 @@ class WeightGroup:
     @property
     def pieces(self) -> Sequence[int]:
         """Bytes of device memory that each piece takes."""
-        return self._held.sizes
+        return [wire.piece.num_bytes for wire in self._held.wires]
 
     @property
     def num_bytes(self) -> int:
-        return sum(self._held.sizes)
+        return sum(self.pieces)
 
     @property
     def sources(self) -> list[Source]:
@@ -194,8 +188,6 @@ class WeightGroup:
             counted=[*tensors, *wrapped],
             cast=self._find_cast(),
             wires=wires,
-            starts=[piece.start for piece in pieces],
-            sizes=[piece.num_bytes for piece in pieces],
             files=list({file for source in read for file in source.files}),
             how=(self.is_coded, self.tier),
         )  # fmt: skip
@@ -206,15 +198,14 @@ class WeightGroup:
 
     def _bring_home(self, tensors: Sequence[torch.Tensor]) -> None:
         """Move those of some tensors to the host that are elsewhere."""
-        for tensor in tensors:
-            self._phases.setdefault(id(tensor), Span(tensor.data_ptr(), 0, (tensor,)).phase)
+        self._host.note_phases(tensors)
         for span in spans_of(t for t in tensors if t.device.type != "cpu" or self._stage.is_here(t)):
-            move_to_host(span, self._phase_before(span))
+            move_to_host(span, self._host.phase_before(span))
 
     def _wires(self, pieces: Sequence[Piece], wrapped: Sequence[torch.Tensor]) -> list[Wire]:
         """Pieces as they are to cross the bus. Compressed copies are kept as long as they are of the same weights."""
         is_coded = self.is_coded and self.tier == "pinned"
-        known = {_place_of(wire.copied_from): wire for wire in self._held.wires if wire.form and wire.copied_from}
+        known = {_place_of(wire.piece): wire for wire in self._held.wires if wire.form is not None}
 
         def coded(piece: Piece) -> Wire | None:
             wire = known.get(_place_of(piece))
@@ -233,12 +224,10 @@ class WeightGroup:
         from a chunk into which it moves."""
         seen = partial(Seen, tensors_in(piece), wrapped)
         if self.tier != "pinned":
-            return Wire(self._host.in_place(piece), seen(), copied_from=piece)
+            return Wire(self._host.in_place(piece), piece, seen())
         shared = self._host.shared(piece)
-        if shared is not None:
-            return Wire(shared, seen(), copied_from=piece)
-        memory = self._host.take_in(piece)
-        return Wire(memory, seen())
+        memory = self._host.take_in(piece) if shared is None else shared
+        return Wire(memory, piece, seen())
 
     @plainly
     def anonymous_bytes(self) -> int:
@@ -257,24 +246,19 @@ class WeightGroup:
     @plainly
     def restore(self) -> None:
         """Let go for good: tensors begin where in a cache line they did before."""
-        self.give_back()
         self.unload()
         for span in spans_of(self._held.tensors):
-            if span.phase != self._phase_before(span):
-                move_to_host(span, self._phase_before(span))
-        self._held, self._phases = _Held(), {}
+            if span.phase != self._host.phase_before(span):
+                move_to_host(span, self._host.phase_before(span))
+        self._held = _Held()
         self.forget_views()
-
-    def _phase_before(self, span: Span) -> int:
-        return self._phases.get(id(span.tensors[0]), span.phase)
 
     # ------------------------------------------------------------------------------------------------ for a call
 
     def send(self, piece: int, memory: Buffer, offset: int) -> None:
         """Start to copy one piece."""
-        held = self._held
-        wire = held.wires[piece]
-        self._stage.send(memory, offset + held.starts[piece], wire.source, wire.form)
+        wire = self._held.wires[piece]
+        self._stage.send(memory, offset + wire.piece.start, wire.source, wire.form)
 
     @plainly
     def lend(self, offsets: Sequence[int], memory: Buffer) -> None:
@@ -399,7 +383,7 @@ def compressed(piece: Piece, stage: Stage) -> Wire | None:
     # New pages fill slowly from a device, and quickly from memory, with all cores.
     is_here = coded.data.device.type == "cpu"
     here = coded.data if is_here else torch.empty_like(coded.data, device="cpu", pin_memory=True).copy_(coded.data)
-    return Wire(new_chunk(here.numel())[: here.numel()].copy_(here), seen, coded.form, piece)
+    return Wire(new_chunk(here.numel())[: here.numel()].copy_(here), piece, seen, coded.form)
 
 
 def tensors_in(piece: Piece) -> list[torch.Tensor]:
