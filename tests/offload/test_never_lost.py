@@ -23,6 +23,7 @@ from samovar.offload.layout import TensorFinder
 from samovar.offload.pinned import HostMemory
 from samovar.offload.weight_group import WeightGroup
 
+from .foreseen import count_small_layers
 from .holding import CASES, Holder, layerwise
 
 FLUX = PIPELINES["flux"]
@@ -32,6 +33,8 @@ Edit = Callable[[torch.nn.Module], None]
 
 def offload(pipe: Any, mode: str, *, lazy: bool = False) -> Offloaded:
     stage = HostStage(lazy=lazy)
+    if mode == "ahead":
+        return apply_offload(pipe, OffloadConfig("layerwise", precompute=True, activations=0), stage=stage)
     if mode != "budget":
         return apply_offload(pipe, OffloadConfig(mode, activations=0), stage=stage)  # type: ignore[arg-type]
     offloaded = apply_offload(pipe, OffloadConfig("layerwise", activations=0), stage=stage)
@@ -83,7 +86,14 @@ def permute(module: torch.nn.Module) -> None:
 
 
 EDITS: dict[str, Edit] = {edit.__name__: edit for edit in (in_place, through_data, set_data, load, assign, permute)}
-MODES = ["model", "layerwise", "budget"]
+MODES = ["model", "layerwise", "budget", "ahead"]
+"""The last with layers that see time alone computed ahead."""
+
+
+@pytest.fixture(autouse=True)
+def _small_layers_count(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "ahead" in request.node.name:
+        count_small_layers(monkeypatch)
 
 
 @torch.no_grad()

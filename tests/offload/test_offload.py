@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -161,47 +160,6 @@ def test_a_lone_model_and_the_device_of_a_pipeline() -> None:
         offloaded.execution_device = torch.device("meta")  # One that no component is on.
         assert pipe.device == pipe._execution_device == torch.device("meta"), "it makes its latents where it computes"
     assert pipe.device == torch.device("cpu")
-
-
-@modes
-def test_adapters_that_are_there_before_or_come_and_go(mode: str) -> None:
-    from peft import LoraConfig
-
-    def lora(pipe: Any) -> Any:
-        torch.manual_seed(0)
-        config = LoraConfig(r=2, target_modules=["to_q", "to_k", "proj_mlp"], init_lora_weights=False)
-        pipe.transformer.add_adapter(config)
-        return pipe
-
-    plain, expected = draw(tiny_flux_pipeline()), draw(lora(tiny_flux_pipeline()))
-    with_it = lora(tiny_flux_pipeline())
-    with offload_in(mode, with_it):
-        assert torch.equal(draw(with_it), expected)
-    pipe = tiny_flux_pipeline()
-    with offload_in(mode, pipe):
-        assert torch.equal(draw(pipe), plain)
-        assert torch.equal(draw(lora(pipe)), expected)
-        pipe.transformer.delete_adapters("default")
-        assert torch.equal(draw(pipe), plain)
-        lora(pipe)
-    assert torch.equal(draw(pipe), expected)
-
-
-@modes
-def test_saving_while_offloaded(mode: str, tmp_path: Path) -> None:
-    from diffusers import FluxPipeline
-
-    pipe = tiny_flux_pipeline()
-    expected = draw(pipe)
-    with offload_in(mode, pipe):
-        draw(pipe)
-        pipe.save_pretrained(tmp_path)
-    again = FluxPipeline.from_pretrained(tmp_path)
-    again.set_progress_bar_config(disable=True)
-    bare = draw(again)  # Not the same bits on every processor: weights from a file begin elsewhere in a cache line.
-    with offload_in(mode, again):  # Its weights may be pages of the files.
-        assert torch.equal(draw(again), bare)
-    assert torch.equal(draw(zoo.as_built(again)), expected)
 
 
 # ------------------------------------------------------------------------------------------------ refusals
@@ -367,23 +325,6 @@ def test_out_of_memory_on_the_way_in_leaves_everything_off_and_usable() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ streaming
-
-
-def test_pieces_of_blocks_go_round_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("samovar.offload.layout.MIN_PIECE", 600)
-    for name in ("FluxTransformer2DModel", "SD3Transformer2DModel", "HunyuanVideoTransformer3DModel"):
-        case = CASES[name]
-        model = case.build()
-        expected = [case.run(model, step) for step in range(3)]
-        for lazy in (False, True):
-            holder = Holder(transformer=model)
-            offloaded = layerwise(holder, lazy=lazy)
-            largest = max(size.num_bytes for size in offloaded._sizes[0].blocks)
-            assert offloaded.plan.component("transformer").ring_bytes < 2 * largest
-            with running(holder):
-                for step in range(3):
-                    assert zoo.equal(case.run(model, step), expected[step])
-            offloaded.detach()
 
 
 @pytest.mark.parametrize("name", ["FluxTransformer2DModel", "Lumina2Transformer2DModel"])

@@ -17,6 +17,7 @@ from samovar.core.errors import SettingError
 from samovar.hooks import HookOrder, HookRegistry, ModelHook
 from samovar.offload import HostStage, OffloadConfig, Offloaded, apply_offload
 
+from .foreseen import count_small_layers
 from .holding import CASES, Holder, layerwise
 
 FLUX = PIPELINES["flux"]
@@ -30,6 +31,12 @@ def _switch_often() -> Iterator[None]:
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
+
+
+@pytest.fixture(autouse=True)
+def _small_layers_count(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "ahead" in request.node.name:
+        count_small_layers(monkeypatch)
 
 
 def together(*jobs: Callable[[], Any]) -> list[Any]:
@@ -63,7 +70,8 @@ def sharing(pipe: Any, *names: str) -> Any:
 
 
 def offload(pipe: Any, mode: Any, *, lazy: bool = False) -> Offloaded:
-    return apply_offload(pipe, OffloadConfig(mode, activations=0), stage=HostStage(lazy=lazy))
+    config = {"mode": "layerwise", "precompute": True} if mode == "ahead" else {"mode": mode}
+    return apply_offload(pipe, OffloadConfig(**config, activations=0), stage=HostStage(lazy=lazy))
 
 
 def whole(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> bool:
@@ -71,7 +79,7 @@ def whole(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("mode", ["model", "layerwise"])
+@pytest.mark.parametrize("mode", ["model", "layerwise", "ahead"])
 def test_two_pipelines_share_a_transformer_and_one_is_offloaded(mode: str, lazy: bool) -> None:
     pipe = FLUX.build(0)
     expected = [FLUX.run(pipe, STEPS, seed=seed) for seed in range(2)]
@@ -175,15 +183,6 @@ def test_whoever_raises_the_lock_is_free_again(order: HookOrder, method: str, pa
     registry.remove_hook("raises")
     registry.remove_hook("raises too")
     assert zoo.equal(together(lambda: case.run(model, 0))[0], expected)
-    offloaded.detach()
-
-
-def test_when_loading_fails_the_lock_is_free_again() -> None:
-    holder = Holder(transformer=torch.nn.Linear(8, 8), text_encoder=torch.nn.Linear(64, 64))
-    offloaded = apply_offload(holder, OffloadConfig("model"), stage=HostStage(capacity=4096))
-    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
-        holder.text_encoder(torch.ones(1, 64))
-    assert isinstance(together(lambda: holder.transformer(torch.ones(1, 8)))[0], torch.Tensor)
     offloaded.detach()
 
 

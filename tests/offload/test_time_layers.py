@@ -4,8 +4,6 @@ changes it, and when. What cannot be foreseen is computed on the spot, or refuse
 from __future__ import annotations
 
 import contextlib
-import copy
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,6 @@ import pytest
 import torch
 
 import samovar
-import zoo
 from pipelines import PIPELINES
 from samovar.core.errors import ModelError, SettingError
 from samovar.hooks import HookRegistry, ModelHook, Run, running
@@ -166,19 +163,6 @@ def test_schedulers(scheduler: str) -> None:
     offloaded.detach()
 
 
-def test_a_scheduler_that_is_replaced_between_runs() -> None:
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    bare, pipe = FLUX.build(0), FLUX.build(0)
-    offloaded = ahead(pipe)
-    for shift in (1.0, 3.0, 1.0):
-        for one in (bare, pipe):
-            one.scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
-        assert torch.equal(FLUX.run(pipe, STEPS), FLUX.run(bare, STEPS))
-    assert stats(offloaded).live_calls == 0
-    offloaded.detach()
-
-
 def test_custom_sigmas_and_another_pipeline_that_starts_half_way() -> None:
     from diffusers import FluxImg2ImgPipeline
 
@@ -250,12 +234,10 @@ def test_times_that_nobody_foresees_are_computed_step_by_step() -> None:
 # ------------------------------------------------------------------------------------------------ who changes it
 
 
-@pytest.mark.parametrize(
-    "which", ["modulations", *(pytest.param(which, marks=pytest.mark.slow) for which in ("embedders", "elsewhere"))]
-)
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("which", ["modulations", "embedders", "elsewhere"])
+@pytest.mark.parametrize("edit", ["through_data", "assign"])
 def test_weights_that_are_changed_between_runs_and_in_a_run(edit: str, which: str) -> None:
-    for at in (None, 0, 2):
+    for at in (None, 1):
 
         def change(pipe: Any, step: int, timestep: Any, kwargs: Any, at: int | None = at) -> Any:
             for part in parts(pipe.transformer, which) if step == at else ():
@@ -353,25 +335,6 @@ def test_a_switch_back_to_an_adapter_finds_what_was_computed_with_it(monkeypatch
         one.transformer.unfuse_lora()
     assert torch.equal(FLUX.run(bare, STEPS), FLUX.run(pipe, STEPS))
     assert stats(offloaded).computed_steps == 3 * 2 * STEPS
-    offloaded.detach()
-
-
-def test_casts_between_runs() -> None:
-    bare, pipe = FLUX.build(0), FLUX.build(0)
-    offloaded = ahead(pipe)
-    for dtype in (torch.float32, torch.bfloat16, torch.float32):
-        for one in (bare, pipe):
-            one.to(dtype)
-        zoo.as_built(bare)
-        for _ in range(2):
-            FLUX.run(pipe, 2)
-        assert same_state(pipe.transformer, bare.transformer)
-        shapes = {"hidden_states": (1, 24, 4), "encoder_hidden_states": (1, 8, 12), "timestep": (1,)}
-        shapes |= {"pooled_projections": (1, 8), "img_ids": (24, 3), "txt_ids": (8, 3)}
-        case = {name: torch.ones(shape, dtype=dtype) for name, shape in shapes.items()} | {"return_dict": False}
-        with torch.no_grad():
-            assert torch.equal(pipe.transformer(**case)[0], bare.transformer(**case)[0])
-    assert stats(offloaded).live_calls == 0
     offloaded.detach()
 
 
@@ -484,16 +447,6 @@ def test_a_model_that_writes_into_what_its_layers_were_given() -> None:
         with running(holder):
             assert all(map(torch.equal, steps(holder.transformer), steps(bare)))
     assert stats(offloaded).found_forwards == 7
-    offloaded.detach()
-
-
-def test_a_wrong_prediction_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_layers, "coming_inputs", lambda run, given: [[torch.rand_like(given[0])] * len(given)])
-    bare, holder = toys()
-    offloaded = ahead(holder)
-    with running(holder):
-        assert all(map(torch.equal, steps(holder.transformer), steps(bare)))
-    assert stats(offloaded).found_forwards == 0
     offloaded.detach()
 
 
@@ -769,17 +722,6 @@ def test_a_layer_that_is_called_by_itself() -> None:
     offloaded.detach()
 
 
-def test_compiled_blocks_stay_what_they_are() -> None:
-    bare, pipe = FLUX.build(0), FLUX.build(0)
-    for block in pipe.transformer.transformer_blocks:
-        block.compile(backend="eager")
-    offloaded = ahead(pipe)
-    assert torch.equal(FLUX.run(pipe, 2), FLUX.run(bare, 2))
-    assert not any(path.startswith("transformer_blocks") for path in offloaded.time_layers["transformer"].layers)
-    assert "4 compiled" in offloaded.not_ahead["transformer"]
-    offloaded.detach()
-
-
 def test_blocks_that_we_compile() -> None:
     bare, pipe = FLUX.build(0), FLUX.build(0)
     offload = OffloadConfig("layerwise", device="cpu", precompute=True)
@@ -790,56 +732,6 @@ def test_blocks_that_we_compile() -> None:
         assert layers
         assert not any("transformer_blocks" in path for path in layers)
         assert "compiled" in str(attached.explain())
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_threads(where: str) -> None:
-    bare, holder = toys()
-    expected = steps(bare)
-    offloaded = ahead(holder, **WHERE[where])
-    with running(holder):
-        steps(holder.transformer)
-    wrong: list[Any] = []
-
-    def work() -> None:
-        try:
-            for _ in range(10):
-                with running(holder):
-                    if not all(map(torch.equal, steps(holder.transformer), expected)):
-                        wrong.append("bits")
-        except Exception as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    offloaded.detach()
-    assert same_state(holder.transformer, bare)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_exception_in_the_middle(error: type[BaseException]) -> None:
-    bare, pipe = FLUX.build(0), FLUX.build(0)
-    expected = FLUX.run(bare, STEPS)
-    offloaded = ahead(pipe)
-    linears = [part for part in pipe.transformer.modules() if isinstance(part, torch.nn.Linear)]
-    for at, part in enumerate(linears[::4]):
-        count = iter(range(100))
-
-        def fail(*_: Any, at: int = at, count: Any = count) -> None:
-            if next(count) == at % 5:
-                raise error
-
-        handle = part.register_forward_pre_hook(fail)
-        with pytest.raises(error):
-            FLUX.run(pipe, 8)
-        handle.remove()
-    assert torch.equal(FLUX.run(pipe, STEPS), expected)
-    offloaded.detach()
-    assert same_state(pipe.transformer, bare.transformer)
 
 
 def test_an_exception_while_layers_visit_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -871,25 +763,7 @@ def test_an_exception_while_layers_visit_the_device(monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------------------------------------------ on and off
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_copies_and_files(mode: str, tmp_path: Path) -> None:
-    bare, pipe = FLUX.build(0), FLUX.build(0)
-    offloaded = ahead(pipe, mode)
-    expected = FLUX.run(bare, 2)
-    FLUX.run(pipe, 2)
-    twin = copy.deepcopy(pipe.transformer)
-    pipe.transformer.save_pretrained(tmp_path)
-    again = type(bare.transformer).from_pretrained(tmp_path)
-    assert same_state(twin, bare.transformer)
-    assert same_state(again, bare.transformer)
-    assert torch.equal(FLUX.run(pipe, 2), expected)
-    offloaded.detach()
-    case = CASES["FluxTransformer2DModel"]
-    assert type(twin) is type(bare.transformer)
-    assert not any(key.startswith("_samovar") for part in twin.modules() for key in vars(part)), case
-
-
-@pytest.mark.parametrize("when", ["at once", "after a run", "in a run", "in a layer", "after an error"])
+@pytest.mark.parametrize("when", ["at once", "after a run", "in a run"])
 def test_detached_in_every_state(when: str) -> None:
     bare, pipe = FLUX.build(0), FLUX.build(0)
     expected = FLUX.run(bare, STEPS)
@@ -899,16 +773,6 @@ def test_detached_in_every_state(when: str) -> None:
     elif when == "in a run":
         done = FLUX.run(pipe, STEPS, callback_on_step_end=lambda *_: (offloaded.detach(), {})[1])
         assert torch.equal(done, expected)
-    elif when == "in a layer":
-        FLUX.run(pipe, 2)
-        handle = modulations(pipe.transformer)[1].register_forward_pre_hook(lambda *_: offloaded.detach())
-        assert torch.equal(FLUX.run(pipe, STEPS), expected)
-        handle.remove()
-    elif when == "after an error":
-        handle = pipe.transformer.norm_out.register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            FLUX.run(pipe, 2)
-        handle.remove()
     offloaded.detach()
     assert torch.equal(FLUX.run(pipe, STEPS), expected)
     assert same_state(pipe.transformer, bare.transformer)
