@@ -12,7 +12,7 @@ import torch
 
 from samovar.core.errors import ModelError
 from samovar.offload import coding
-from samovar.offload.coding import HEADER, TILE, Coded, Form, check_decoder, decode, decode_into, encode, expected_share
+from samovar.offload.coding import TILE, Coded, Form, check_decoder, decode, decode_into, encode, expected_share
 
 KINDS = ("bits", "normal", "outliers", "all of one", "every exponent", "escapes together", "nothing finite")
 
@@ -52,7 +52,6 @@ def test_every_pattern_comes_back(kind: str) -> None:
     for tiles in (1, 2, 3, 40):
         words = words_of(kind, tiles * TILE)
         result = coded(words)
-        assert Form.read(result.data) == result.form
         assert torch.equal(decoded(result), words), (tiles, result.form)
         # What a kernel finds its escapes by: how many are before each tile, and whether they are many.
         table = result.data[32:39].short()
@@ -93,9 +92,6 @@ def test_bytes_that_are_not_those_of_the_tensor_are_refused() -> None:
     result, other = coded(words_of("normal", 2**14)), coded(words_of("normal", 2**15))
     data, out = result.data, torch.zeros(result.form.raw_bytes, dtype=torch.uint8)
     longer = torch.cat([data, data[:16]])
-    for bad in (data[:-16], data[: HEADER // 2], data[:0], longer, torch.zeros_like(data)):
-        with pytest.raises(ModelError, match="cut off"):
-            Form.read(bad)
     for bad, place in ((data[:-16], out), (longer, out), (other.data, out), (data, out[:-2])):
         with pytest.raises(ModelError, match="one device"):
             decode_into(result.form, bad, place)

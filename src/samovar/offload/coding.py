@@ -5,7 +5,7 @@ noise is kept as it is, a byte a weight. An exponent becomes a code of three bit
 seven most frequent exponents. The eighth code is an escape: that exponent is found in a list. All codes have one
 length, so that a GPU decodes every weight by itself.
 
-    header   64 bytes: what this is, and the table of exponents
+    header   64 bytes: the table of exponents, in the middle
     bytes    a byte a weight: sign and mantissa
     planes   three times a bit a weight: the code, lowest bit first
     tiles    for every 1024 weights, and for the end, twice the number of escapes before them; odd, if among them any
@@ -40,7 +40,6 @@ BITS = 3
 ESCAPE = 2**BITS - 1
 HEADER, TABLE_AT = 64, 32
 _ALIGNMENT = 16
-_MAGIC = int.from_bytes(b"smvrcod2", "little")
 _MAX_WEIGHTS = 2**30
 _MAX_WHOLE_BYTES = 2**28
 """Tensors up to this are brought to the device that codes them at once, larger ones in parts."""
@@ -74,21 +73,6 @@ class Form(NamedTuple):
     def num_bytes(self) -> int:
         """Bytes of the coded tensor."""
         return self.escapes_at + _aligned(self.num_escapes)
-
-    def header(self, table: torch.Tensor) -> torch.Tensor:
-        fields = torch.tensor([_MAGIC, self.num_weights, self.num_escapes, 0], dtype=torch.int64).view(torch.uint8)
-        return torch.cat([fields, torch.nn.functional.pad(table, (0, HEADER - TABLE_AT - table.numel()))])
-
-    @classmethod
-    def read(cls, coded: torch.Tensor) -> Form:
-        """The form of coded bytes in host memory. Raises ModelError unless all of them are there."""
-        fields = coded[:TABLE_AT].clone().view(torch.int64).tolist() if coded.numel() >= HEADER else [0]
-        if fields[0] != _MAGIC or cls(*fields[1:3]).num_bytes != coded.numel():
-            raise ModelError(
-                f"These {coded.numel()} bytes are no coded weights, damaged or cut off. Delete the file that they are "
-                "from, to have the weights coded again."
-            )
-        return cls(*fields[1:3])
 
 
 class Coded(NamedTuple):
@@ -127,7 +111,7 @@ def encode(words: torch.Tensor, *, device: torch.device | None = None, max_share
         return None
     data = torch.zeros(form.num_bytes, dtype=torch.uint8, device=words.device)
     table = frequent[:ESCAPE]
-    data[:HEADER].copy_(form.header(table.to("cpu", torch.uint8)))
+    data[TABLE_AT : TABLE_AT + ESCAPE].copy_(table)
     code_of = torch.full((256,), ESCAPE, dtype=torch.uint8, device=device)
     code_of[table] = torch.arange(ESCAPE, dtype=torch.uint8, device=device)
     num_escapes, escapes_at, is_dense = [torch.zeros(1, dtype=torch.int64, device=device)], form.escapes_at, []

@@ -88,13 +88,12 @@ class OffloadedComponent:
         self.timer: Timer | None = None
         self._host = host
         self._home = next((tensor.device for tensor in component.tensors()), torch.device("cpu"))
-        self._skips: tuple[Component, frozenset[int]] = component, component.skip_with_blocks
-        rest = TensorFinder(component.module, self._skipped_with_blocks)
+        rest = TensorFinder(component.module, lambda: self.component.skip_with_blocks)
         self.rest = WeightGroup(component.name, rest, stage, host, partial(cast_for_calls, component.module))
         self.blocks = {
             path: WeightGroup(
                 f"{component.name}.{path}",
-                TensorFinder(block, self._skipped),
+                TensorFinder(block, lambda: self.component.skip),
                 stage,
                 host,
                 partial(cast_for_calls, block),
@@ -110,14 +109,6 @@ class OffloadedComponent:
         self._last_run: weakref.ref[Run] | None = None
         self._settled: list[Buffer] = []
         """Device memory of weights that stay for good."""
-
-    def _skipped(self) -> frozenset[int]:
-        return self.component.skip
-
-    def _skipped_with_blocks(self) -> frozenset[int]:
-        if self._skips[0] is not self.component:
-            self._skips = self.component, self.component.skip_with_blocks
-        return self._skips[1]
 
     # ------------------------------------------------------------------------------------------------ plans
 

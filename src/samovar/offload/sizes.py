@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -126,8 +127,9 @@ class Component:
         blocks = {path: block for path, block in self.blocks.items() if tensors_of(block, skip)}
         return replace(self, skip=skip, blocks=blocks)
 
-    @property
+    @cached_property
     def skip_with_blocks(self) -> frozenset[int]:
+        """The same with its blocks: what is left is outside of them."""
         return self.skip | {id(block) for block in self.blocks.values()}
 
     def tensors(self) -> list[torch.Tensor]:
@@ -182,28 +184,21 @@ def measure_components(
     """The sizes of components on the device; `in_phase` as for `lay_out`. `coded`: whether weights may cross the bus
     compressed."""
 
-    def laid_out(tensors: Sequence[torch.Tensor]) -> list[Piece]:
-        return lay_out(spans_of(take_apart(tensors).plain), in_phase=in_phase)
-
-    def pieces(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        return tuple(piece.num_bytes for piece in laid_out(tensors))
-
-    def sent(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        return tuple(map(_expected_bytes, laid_out(tensors))) if coded else ()
+    def block(path: str, tensors: Sequence[torch.Tensor]) -> BlockSize:
+        pieces = lay_out(spans_of(take_apart(tensors).plain), in_phase=in_phase)
+        sent = tuple(map(_expected_bytes, pieces)) if coded else ()
+        return BlockSize(path, tuple(piece.num_bytes for piece in pieces), coded=sent)
 
     def measure(c: Component) -> ComponentSize:
-        blocks = tuple(BlockSize(p, pieces(c.block(p)), coded=sent(c.block(p))) for p in c.blocks)
-        return ComponentSize(c.name, c.role, type(unwrapped(c.module)).__name__, sum(pieces(c.rest())), blocks)
+        blocks = tuple(block(path, c.block(path)) for path in c.blocks)
+        return ComponentSize(c.name, c.role, type(unwrapped(c.module)).__name__, block("", c.rest()).num_bytes, blocks)
 
     def with_ahead(c: Component) -> ComponentSize:
-        layers = [sum(pieces(tensors_of(layer))) for layer in c.time_layers.values()]
+        layers = [block(path, held_by(layer)).num_bytes for path, layer in c.time_layers.items()]
         if not layers:
             return measure(c)
-        room = 2 * max(layers)
-        ahead = measure(c.with_layers_ahead)
-        return replace(
-            measure(c), ahead=replace(ahead, ahead_bytes=sum(layers), ahead_room=room, reads_text=c.reads_text)
-        )
+        how = {"ahead_bytes": sum(layers), "ahead_room": 2 * max(layers), "reads_text": c.reads_text}
+        return replace(measure(c), ahead=replace(measure(c.with_layers_ahead), **how))
 
     return tuple(map(with_ahead, components))
 
