@@ -27,14 +27,11 @@ class Block:
     def __init__(self, name: str, pieces: list[int], log: list[tuple[str, int, int]]) -> None:
         self.name, self.pieces, self._log = name, pieces, log
         self.changes = 0
-        self.is_interrupted = False
 
     def prepare(self) -> int:
         return self.changes
 
     def send(self, piece: int, memory: object, offset: int) -> None:
-        if self.is_interrupted:
-            raise KeyboardInterrupt
         self._log.append((self.name, piece, offset))
 
     def forget_views(self) -> None:
@@ -165,14 +162,6 @@ def test_a_block_that_was_not_known_is_loaded_and_learned() -> None:
     assert ring.order == [a, b, c]
 
 
-def test_releasing_twice_is_the_same_as_once() -> None:
-    ring, (a, b), _ = ring_of([[1], [1]], 2)
-    ring.acquire(a)
-    ring.release()
-    ring.release()
-    assert ring.blocks == [b, a]
-
-
 def test_a_ring_grows_for_a_block_that_has_grown() -> None:
     class Counting(Timeline):
         def allocate(self, num_bytes: int) -> None:
@@ -189,28 +178,6 @@ def test_a_ring_grows_for_a_block_that_has_grown() -> None:
     assert log[-1] == ("a", 1, 4)
 
 
-def test_interrupts_between_taking_room_and_using_it_leave_all_of_it() -> None:
-    ring, blocks, log = ring_of([[3, 3], [3, 3], [3, 3]], 9)
-    for _ in range(4):
-        blocks[1].is_interrupted = True
-        with pytest.raises(KeyboardInterrupt):
-            call(ring, blocks)
-        ring.drop()  # As the hooks do.
-        blocks[1].is_interrupted = False
-        log.clear()
-        call(ring, blocks)
-        assert {name for name, _, _ in log} == {"a", "b", "c"}
-    ring.drop()
-    assert ring._space.take(9) == 0, "nothing is taken"
-
-
-def test_blocks_inside_one_another_are_a_mistake() -> None:
-    ring, (a, b), _ = ring_of([[1], [1]], 2)
-    ring.acquire(a)
-    with pytest.raises(AssertionError, match="inside one another"):
-        ring.acquire(b)
-
-
 def test_what_was_sent_ahead_of_a_pass_is_sent_again_if_it_has_changed_since() -> None:
     ring, blocks, log = ring_of([[1], [1], [1]], 2)
     call(ring, blocks)
@@ -219,17 +186,6 @@ def test_what_was_sent_ahead_of_a_pass_is_sent_again_if_it_has_changed_since() -
     blocks[1].changes += 1  # It is on its way.
     call(ring, blocks)
     assert [name for name, _, _ in log[sent:]] == ["a", "b", "c", "a", "b"]
-
-
-def test_the_two_clocks_wait_for_each_other_only_where_told() -> None:
-    timeline = Timeline(10.0)
-    timeline.copy(50)
-    timeline.compute(1.0)
-    assert (timeline.copied_s, timeline.computed_s) == (5.0, 1.0)
-    timeline.compute_waits(timeline.mark_copied())
-    timeline.compute(2.0)
-    timeline.copies_wait(timeline.mark_computed())
-    assert (timeline.copied_s, timeline.computed_s) == (7.0, 7.0)
 
 
 def test_stats_are_one_line_and_name_only_what_there_was() -> None:

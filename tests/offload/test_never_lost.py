@@ -173,10 +173,10 @@ def bare_run(edit: str, at: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("edit", EDITS)
 def test_what_a_callback_changes_is_seen_from_the_next_step_on(mode: str, edit: str) -> None:
-    for at in range(STEPS):
+    for at in (0, 2):
         bare, first, second = bare_run(edit, at)
         pipe = FLUX.build(0)
-        offloaded = offload(pipe, mode, lazy=at % 2 == 1)
+        offloaded = offload(pipe, mode, lazy=at > 0)
         assert torch.equal(FLUX.run(pipe, STEPS, callback_on_step_end=editing(edit, at)), first), f"step {at}"
         assert same_state(pipe.transformer, bare.transformer)
         assert torch.equal(FLUX.run(pipe, 2), second)
@@ -310,7 +310,7 @@ def test_what_does_not_change_is_not_copied_back(monkeypatch: pytest.MonkeyPatch
     offloaded.detach()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["model", "layerwise"])
 @pytest.mark.parametrize("where", ["attach", "lora", "run", "detach"])
 def test_no_parameter_becomes_an_inference_tensor(mode: str, where: str) -> None:
     from peft import LoraConfig
