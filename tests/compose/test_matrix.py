@@ -46,7 +46,7 @@ def check(case: Case, drawn: Drawn, reference: Drawn) -> float:
     assert bool(drawn.num_streamed) == (case.offload in ("layerwise", "budget", "ahead"))
     assert bool(drawn.ahead) == (case.offload == "ahead")
     # On ranks the first forward of each form runs a second time, to be compared, and computes its layers then.
-    assert all(one.found_forwards and not one.surprises for one in drawn.ahead), (case, drawn.ahead)
+    assert all(one.found_forwards for one in drawn.ahead), (case, drawn.ahead)
     assert case.num_ranks > 1 or not any(one.live_calls for one in drawn.ahead), (case, drawn.ahead)
     apart = difference(drawn.picture, reference.picture)
     assert apart <= (0.0 if case.num_ranks == 1 else MOST_DIFFERENT), (case, apart)
