@@ -197,8 +197,9 @@ def measure_components(
         layers = [block(path, held_by(layer)).num_bytes for path, layer in c.time_layers.items()]
         if not layers:
             return measure(c)
-        how = {"ahead_bytes": sum(layers), "ahead_room": 2 * max(layers), "reads_text": c.reads_text}
-        return replace(measure(c), ahead=replace(measure(c.with_layers_ahead), **how))
+        ahead = measure(c.with_layers_ahead)
+        ahead = replace(ahead, ahead_bytes=sum(layers), ahead_room=2 * max(layers), reads_text=c.reads_text)
+        return replace(measure(c), ahead=ahead)
 
     return tuple(map(with_ahead, components))
 
