@@ -23,7 +23,7 @@ from samovar.offload import OffloadConfig, Timing
         ({"gpu_memory": "12"}, "gpu_memory", "Did you mean '12GiB'?"),
         ({"activations": {"vae": "much"}}, "activations", "activations='much'; expected a size"),
         ({"device": "cuda:99999999999999999999"}, "device", "is not a device"),
-        ({"device": "xpu"}, "device", "device='xpu'; expected 'cuda' or 'cpu'"),
+        ({"device": "meta"}, "device", "device='meta'; expected 'cuda' or 'cpu'"),
         ({"height": 0}, "height", "height=0; expected a whole number, 1 or more"),
         ({"skipped": 1.0}, "skipped", "skipped=1.0; expected a number from 0 to below 1"),
         ({"timing": {"bus": 1}}, "bus", "'bus' is not a setting of timing"),
