@@ -32,7 +32,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ({"dtype": "bfloat61"}, r"dtype='bfloat61'; expected one of .* Did you mean 'bfloat16'\?"),
         ({"cache_backend": "tee_cache"}, r"Did you mean 'tea_cache'\?"),
         ({"enable_cpu_offload": True, "enable_layerwise_offload": True}, "exclude each other"),
-        ({"cfg_parallel_size": 2, "device": "cpu:0"}, "device='cpu:0' names one device, and 2 ranks need one each"),
+        ({"cfg_parallel_size": 2, "device": "cpu:0"}, "device='cpu:0' names one device, and these"),
         ({"defaults": {"num_steps": 4}}, "'num_steps' is not a setting of .* Did you mean 'num_inference_steps'"),
         ({"defaults": {"num_inference_steps": 4}, "cache": {"schedule": "##.#"  "#."}}, "schedule for 6 steps"),
         ({"lora": "pixel"}, "lora='pixel'; expected files or folders by name"),
@@ -180,7 +180,7 @@ def test_what_is_no_gpu_is_refused(devices: Any) -> None:
         (None, (0, 0, 1, 1), CUDA, 2, "the GPUs 0, 0, and each rank needs one of its own"),
         (None, (3, 4, 9), CUDA, 1, "3 replicas of 1 ranks would take GPU 4, 9 too"),
         (None, (0, 1), CPU, 1, "devices names GPUs .* and the device is 'cpu'. Leave it out, and give replicas=2 for"),
-        (2, (), torch.device("cuda:1"), 1, "device='cuda:1' names one GPU, and devices or replicas choose others"),
+        (2, (), torch.device("cuda:1"), 1, "device='cuda:1' names one device, and these settings take several"),
     ],
 )
 def test_gpus_are_divided_or_refused(replicas: Any, gpus: Any, device: Any, num_ranks: int, groups: Any) -> None:

@@ -74,7 +74,11 @@ def test_defaults_are_used_and_what_is_ours_is_not_passed_on() -> None:
         (TEXT, ask(how={"tolerance": 0.1}), "Choose cache='auto'"),
         (replace(TEXT, adapters=("pixel",)), ask(how={"lora": "pixle"}), "Did you mean 'pixel'"),
         (replace(TEXT, takes=TAKES - {"prompt"}), ask(), "takes no prompt. Leave it empty"),
-        (TEXT, ask(IMAGE), r"^TextPipeline takes no image\. .* To start from one, .* such as task='img2img'\.$"),
+        (
+            TEXT,
+            ask(IMAGE),
+            r"^TextPipeline takes no image\. .* To start from one, .* such as 'img2img' or 'image2video'\.$",
+        ),
         (TEXT, ask(how={"inputs": {"mask": MASK}}), r"TextPipeline takes no mask\. It starts from text alone"),
         (EDIT, ask(how={"inputs": {"mask": MASK}}), r"EditPipeline takes no mask\. It takes image"),
         (PAINT, ask(), "PaintPipeline needs image. Give it by its name"),

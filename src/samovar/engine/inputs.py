@@ -61,7 +61,7 @@ class Inputs:
             if candidate in self.takes:
                 return candidate
         known = f"It takes {', '.join(self.takes)}." if self.takes else "It starts from text alone."
-        remedy = " To start from one, choose another task with the same weights, such as task='img2img'."
+        remedy = " To start from one, choose another task with the same weights, such as 'img2img' or 'image2video'."
         raise SettingError(f"{class_name} takes no {name}. {known}{remedy * (name == 'image')}", param=name)
 
     def prepared(self, given: Mapping[str, Any], class_name: str, rate: int | None) -> dict[str, Any]:

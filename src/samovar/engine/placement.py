@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +28,21 @@ def place_replicas(
 
     A GPU that is named more than once has several replicas.
     """
+    takes_several = num_ranks > 1 or bool(gpus) or (device.type == "cuda" and (replicas or 1) > 1)
+    if device.index is not None and takes_several:
+        raise SettingError(
+            f"device={str(device)!r} names one device, and these settings take several. Give 'cuda' or 'cpu', and "
+            "choose GPUs with devices or the environment variable CUDA_VISIBLE_DEVICES.",
+            param="device",
+        )
     if not gpus and (replicas in (None, 1) or device.type != "cuda"):
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+        if num_ranks > 1 and device.type == "cuda" and here > num_gpus:  # NCCL cannot share one.
+            raise SettingError(
+                f"{here} ranks on this machine need a GPU each, and it has {num_gpus}. Choose smaller degrees, or "
+                "device='cpu'.",
+                param="parallel",
+            )
         return ((),) * (replicas or 1)
     if device.type != "cuda":
         raise SettingError(
@@ -35,19 +50,14 @@ def place_replicas(
             f"give replicas={len(gpus)} for as many workers; or device='cuda'.",
             param="devices",
         )
-    if device.index is not None:
-        raise SettingError(
-            f"device={str(device)!r} names one GPU, and devices or replicas choose others. Leave out device.",
-            param="device",
-        )
     count = replicas or max(1, len(gpus) // num_ranks)
     needed = count * num_ranks
     gpus = gpus or range(needed)
     if missing := ", ".join(str(gpu) for gpu in gpus if gpu >= num_gpus):
         raise SettingError(
-            f"{count} replicas of {num_ranks} ranks would take GPU {missing} too, and torch finds {num_gpus} here, 0 "
-            f"to {num_gpus - 1}. CUDA_VISIBLE_DEVICES, if it is set, says which. Name others; or, if several workers "
-            "fit on one GPU, name it more than once in devices, such as '0,0', and limit gpu_memory.",
+            f"{count} replicas of {num_ranks} ranks would take GPU {missing} too, and torch finds {num_gpus} here, "
+            f"from 0 to {num_gpus - 1}. CUDA_VISIBLE_DEVICES, if it is set, says which. Name others; or, if several "
+            "workers fit on one GPU, name it more than once in devices, such as '0,0', and limit gpu_memory.",
             param="devices",
         )
     if len(gpus) != needed:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -253,8 +252,6 @@ class OmniDiffusionConfig(Settings, param="settings"):
                 param="num_inference_steps",
             )
         check_loss(self.loss, self.quantization, self.attach_config.offload)
-        if self.num_ranks > 1:
-            self._check_gpus()
         self.gpus  # noqa: B018 - It is checked by being read.
 
     def _given_defaults(self) -> OmniDiffusionSamplingParams:
@@ -313,19 +310,3 @@ class OmniDiffusionConfig(Settings, param="settings"):
     def quantised(self) -> Quantization | None:
         """What is quantised on the way in, if anything."""
         return Quantization.read(self.quantization, self.execution_device())
-
-    def _check_gpus(self) -> None:
-        """Refuse ranks that would have to share a GPU, which NCCL cannot do."""
-        if torch.device(self.device or "cpu").index is not None:
-            raise SettingError(
-                f"device={self.device!r} names one device, and {self.num_ranks} ranks need one each. Give 'cuda' or "
-                "'cpu', and choose GPUs with the environment variable CUDA_VISIBLE_DEVICES.",
-                param="device",
-            )
-        here, found = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks)), torch.cuda.device_count()
-        if self.backend == "nccl" and found < here:
-            raise SettingError(
-                f"{here} ranks on this machine need a GPU each, and it has {found}. Choose smaller degrees, or "
-                "device='cpu'.",
-                param="parallel",
-            )
