@@ -48,8 +48,7 @@ def quantization_kind(settings: Any) -> str | None:
     """A `quantization_config` in a few words, such as "torchao Int8WeightOnlyConfig"; None if there is none."""
     if settings is None:
         return None
-    to_dict = getattr(settings, "to_dict", None)
-    values: dict[str, Any] = dict(settings) if isinstance(settings, Mapping) else (to_dict() if to_dict else {})
+    values: Mapping[str, Any] = settings if isinstance(settings, Mapping) else getattr(settings, "to_dict", dict)()
     method = values.get("quant_method", getattr(settings, "quant_method", None))
     name = str(getattr(method, "value", method))
     chosen = values.get("quant_type")
