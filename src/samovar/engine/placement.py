@@ -28,28 +28,9 @@ def place_replicas(
 
     A GPU that is named more than once has several replicas.
     """
-    takes_several = num_ranks > 1 or bool(gpus) or (device.type == "cuda" and (replicas or 1) > 1)
-    if device.index is not None and takes_several:
-        raise SettingError(
-            f"device={str(device)!r} names one device, and these settings take several. Give 'cuda' or 'cpu', and "
-            "choose GPUs with devices or the environment variable CUDA_VISIBLE_DEVICES.",
-            param="device",
-        )
+    _check_device(replicas, gpus, device, num_ranks, num_gpus)
     if not gpus and (replicas in (None, 1) or device.type != "cuda"):
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-        if num_ranks > 1 and device.type == "cuda" and here > num_gpus:  # NCCL cannot share one.
-            raise SettingError(
-                f"{here} ranks on this machine need a GPU each, and it has {num_gpus}. Choose smaller degrees, or "
-                "device='cpu'.",
-                param="parallel",
-            )
         return ((),) * (replicas or 1)
-    if device.type != "cuda":
-        raise SettingError(
-            f"devices names GPUs ({', '.join(map(str, gpus))}), and the device is {str(device)!r}. Leave it out, and "
-            f"give replicas={len(gpus)} for as many workers; or device='cuda'.",
-            param="devices",
-        )
     count = replicas or max(1, len(gpus) // num_ranks)
     needed = count * num_ranks
     gpus = gpus or range(needed)
@@ -75,3 +56,29 @@ def place_replicas(
                 param="devices",
             )
     return groups
+
+
+def _check_device(
+    replicas: int | None, gpus: Sequence[int], device: torch.device, num_ranks: int, num_gpus: int
+) -> None:
+    """Refuse a device that is not what these settings take."""
+    takes_several = num_ranks > 1 or bool(gpus) or (device.type == "cuda" and (replicas or 1) > 1)
+    if device.index is not None and takes_several:
+        raise SettingError(
+            f"device={str(device)!r} names one device, and these settings take several. Give 'cuda' or 'cpu', and "
+            "choose GPUs with devices or the environment variable CUDA_VISIBLE_DEVICES.",
+            param="device",
+        )
+    if gpus and device.type != "cuda":
+        raise SettingError(
+            f"devices names GPUs ({', '.join(map(str, gpus))}), and the device is {str(device)!r}. Leave it out, and "
+            f"give replicas={len(gpus)} for as many workers; or device='cuda'.",
+            param="devices",
+        )
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    if not gpus and num_ranks > 1 and device.type == "cuda" and here > num_gpus:  # NCCL cannot share one.
+        raise SettingError(
+            f"{here} ranks on this machine need a GPU each, and it has {num_gpus}. Choose smaller degrees, or "
+            "device='cpu'.",
+            param="parallel",
+        )
