@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mode
 from typing import Any
@@ -25,8 +25,8 @@ _SHARE, _BYTES = 0.10, 192 * 2**20
 allocator leaves holes between blocks, of 40 to 100 MiB in all (seen on an H200)."""
 _TOKEN, _FRAMES, _TEXT = 16, 4, 512
 """Pixels of a token's side and frames in it, with most VAEs, and tokens of a prompt."""
-_IMAGE, _VIDEO = (1024, 1024, 1), (480, 832, 81)
-"""Height, width and frames where nothing says others."""
+_IMAGE, _VIDEO = RequestSize(1024, 1024), RequestSize(480, 832, 81)
+"""What is made where nothing says otherwise."""
 _MANY_CONVOLUTIONS = 16
 """A model with more of them is a UNet, whose widths say little."""
 
@@ -89,12 +89,11 @@ def estimate(model: torch.nn.Module | None, size: RequestSize) -> tuple[int, Req
     if model is None or not kinds[torch.nn.Linear] or kinds[torch.nn.Conv2d] > _MANY_CONVOLUTIONS:
         return None
     is_video = "num_frames" in parameters_of(model) or torch.nn.Conv3d in kinds
-    height, width, frames = _VIDEO if is_video else _IMAGE
-    height, width = size.height or size.width or height, size.width or size.height or width
-    frames = size.frames or frames
+    made = replace(_VIDEO if is_video else _IMAGE, **{name: value for name, value in vars(size).items() if value})
+    height, width, frames, batch = (each or 1 for each in vars(made).values())
     tokens = -(-height // _TOKEN) * -(-width // _TOKEN) * ((frames - 1) // _FRAMES + 1) + _TEXT
     layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
     widest = max(layer.in_features + layer.out_features for layer in layers)
     held = tokens * (2 * widest + 4 * mode(layer.in_features for layer in layers))
     itemsize = (main_dtype(model) or torch.bfloat16).itemsize
-    return (size.batch or 1) * held * itemsize, RequestSize(height, width, frames if is_video else None, size.batch)
+    return batch * held * itemsize, made
