@@ -123,15 +123,6 @@ def test_an_engine_that_fails_is_no_bad_input(
     assert capsys.readouterr().err == "samovar: out of luck\n"
 
 
-def test_interruption_is_clean(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(source: str) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("samovar.trace.survey", interrupted)
-    assert cli.main(["inspect", "FluxPipeline"]) == 130
-    assert capsys.readouterr().err == "samovar: interrupted\n"
-
-
 # ------------------------------------------------------------------------------------------------ completion
 
 

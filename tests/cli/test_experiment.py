@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
-from cli.calling import compare, run
-from samovar.cli import terminal
+from cli.calling import run
 
 
 def test_a_saved_setting_is_compared_as_it_was_tuned(
@@ -35,20 +33,6 @@ def test_a_saved_setting_is_compared_as_it_was_tuned(
     assert code == 2
     assert "was tuned for another model" in err
     assert not (tmp_path / "none").exists(), "it is refused before anything is made"
-
-
-def test_a_log_tells_how_long_it_takes(
-    model: str,
-    prompts: tuple[str, str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(terminal, "INTERVAL_S", 0.02)
-    common = compare(model, prompts[0], 8, tmp_path / "out")
-    code, _, err = run(capsys, *common, "--cache", '{"schedule": "##.#.#.#"}')
-    assert code == 0
-    assert re.search(r"samovar: .* of 2 images, about \d+ s left \(\d+ s\)\n", err)
 
 
 @pytest.mark.parametrize(

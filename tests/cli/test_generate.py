@@ -109,19 +109,6 @@ def pixels(file: Path) -> Any:
         return np.asarray(image).astype(float)
 
 
-def test_offload_gives_the_same_image(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wishes = {"a": [], "b": ["--offload", "model"], "c": ["--enable-layerwise-offload", "--gpu-memory", "3GiB"],
-              "d": ["--offload", "model", "--exclude", "vae,text_encoder"]}  # fmt: skip
-    for name, wish in wishes.items():
-        file = str(tmp_path / f"{name}.png")
-        assert cli.main(["generate", "cat", "--model", str(folder), "--device", "cpu", "-o", file, *COMMON, *wish]) == 0
-    assert capsys.readouterr().out.count("seed 7") == 4
-    assert all(np.array_equal(pixels(tmp_path / "a.png"), pixels(tmp_path / f"{name}.png")) for name in "bcd")
-    wrong = ["generate", "cat", "--model", str(folder), "--device", "cpu", "--offload", "model", "--exclude", "vea"]
-    assert cli.main([*wrong, *COMMON]) == 2
-    assert "'vea' is not a component, so it cannot be in exclude. Did you mean 'vae'?" in capsys.readouterr().err
-
-
 def test_an_option_that_a_pipeline_does_not_take_is_refused_with_names_for_option(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,18 +25,19 @@ ACCOUNT, _SINCE = "samovar.account", "samovar.since"
 
 def keep_account(scope: Scope, job: Job) -> None:
     """Note in a request's scope what became of its job, in figures, and when it was submitted."""
-    steps = [event for event in job.events if isinstance(event, Progress)]
-    skipped = sum(step.is_computed is False for step in steps)
-    account: dict[str, Any] = {"job": job.id, "steps_computed": len(steps) - skipped, "steps_skipped": skipped}
+    account: dict[str, Any] = {"job": job.id, "steps_computed": 0, "steps_skipped": 0}
     for event in job.events:
-        if isinstance(event, Started):
-            account["queue_s"] = round(event.seconds_queued, 4)
-        elif isinstance(event, Done):
-            account |= {"generate_s": round(event.result.seconds, 4), "images": len(event.result.outputs)}
-            if event.result.lora:
-                account["lora"] = ",".join(adapter.name for adapter in event.result.lora)
-        elif isinstance(event, Failed):
-            account["error"] = event.error.code if isinstance(event.error, EngineError) else "bad_request"
+        match event:
+            case Progress():
+                account["steps_skipped" if event.is_computed is False else "steps_computed"] += 1
+            case Started():
+                account["queue_s"] = round(event.seconds_queued, 4)
+            case Done(result=result):
+                account |= {"generate_s": round(result.seconds, 4), "images": len(result.outputs)}
+                if result.lora:
+                    account["lora"] = ",".join(adapter.name for adapter in result.lora)
+            case Failed(error=error):
+                account["error"] = error.code if isinstance(error, EngineError) else "bad_request"
     scope[ACCOUNT], scope[_SINCE] = account, time.time() - (time.monotonic() - job.since)
 
 
