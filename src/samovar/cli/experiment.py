@@ -143,19 +143,26 @@ def _use_saved_params(options: argparse.Namespace, caches: Sequence[str]) -> Non
         print(f"samovar: {taken}, as saved in {' and '.join(dict.fromkeys(origins.values()))}", file=sys.stderr)
 
 
-def tasks_of(options: argparse.Namespace, which: str = "") -> list[Task]:
-    """The images to make, or with `which="test_"` those that are kept for testing."""
+def _check_prompts(options: argparse.Namespace) -> None:
+    """Refuse emoji captions on a model that was not made for them: the figures would say nothing about it."""
     from ..engine.models import find_model
-    from ..lab.tasks import SHIPPED, make_tasks, read_prompts
+    from ..lab.tasks import SHIPPED
 
     lists = [name for name in ("prompts", "test_prompts") if getattr(options, name, None) in SHIPPED]
-    if lists and find_model(_model_of(options)) != BUILTIN_MODELS["emoji"]:  # The figures would say nothing about it.
+    if lists and find_model(_model_of(options)) != BUILTIN_MODELS["emoji"]:
         asked = " and ".join(f"--{name.replace('_', '-')} FILE" for name in lists)
         raise SettingError(
             f"{_model_of(options)!r} needs prompts of its own kind, and the shipped ones are captions of emoji. Give "
             f"{asked}, with one prompt per line.",
             param=lists[0],
         )
+
+
+def tasks_of(options: argparse.Namespace, which: str = "") -> list[Task]:
+    """The images to make, or with `which="test_"` those that are kept for testing."""
+    from ..lab.tasks import make_tasks, read_prompts
+
+    _check_prompts(options)
     count = getattr(options, f"num_{which}prompts")
     prompts = read_prompts(getattr(options, f"{which}prompts"), count)
     if count is None:

@@ -76,13 +76,11 @@ def _plan(options: argparse.Namespace) -> int:
 
         given = arguments.settings_of(options, OffloadConfig)
         source = _find_config(options)
-        defaults = read_defaults(Path(source).expanduser())
-        size = {name: getattr(defaults, name) for name in ("height", "width")}
-        size |= {name: given.get(name) for name in _REQUEST if name in given}
-        quantization = arguments.engine_settings(options, ["quantization"]).get("quantization")
-        made = make_plan(source, OffloadConfig(**given), {name: n for name, n in size.items() if n is not None},
-                         dtype=options.dtype, loss=options.loss, bus=options.bus,
-                         quantization=quantization)  # fmt: skip
+        known = read_defaults(Path(source).expanduser()).given() | given
+        size = {name: value for name, value in known.items() if name in _REQUEST}
+        quantization = arguments.engine_settings(options, ["quantization"])
+        made = make_plan(source, OffloadConfig(**given), size, dtype=options.dtype, loss=options.loss, bus=options.bus,
+                         **quantization)  # fmt: skip
     if options.json:
         print(json.dumps(made.to_dict(), indent=2))
         return 0
