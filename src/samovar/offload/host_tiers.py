@@ -185,14 +185,16 @@ def plan_tiers(groups: Sequence[WeightUse], host_memory: int | None, *, host_byt
             param="host_memory",
         )
     pinned = _pinned(groups) if fits else _pinned(groups, max(budget - buffers - anonymous, 0), pinnable - buffers)
-    tiers: dict[Key, Tier] = {
-        use.key: "pinned" if use.key in pinned else "disk" if use.file_bytes else "pageable" for use in groups
-    }
+    tiers: dict[Key, Tier] = {use.key: _unpinned(use) for use in groups} | dict.fromkeys(pinned, "pinned")
     used = [pinned.get(group.key, group) for group in groups]
     plain = frozenset(use.key for use, group in zip(used, groups, strict=True) if use.coded_bytes < group.coded_bytes)
     held = anonymous + buffers + sum(use.cost for use in pinned.values())
     may_pin_all = fits and held + ahead <= min(budget, pinnable)
     return TierPlan(tiers, _parts(used, tiers), held, host_memory, buffer, plain, may_pin_all)
+
+
+def _unpinned(use: WeightUse) -> Tier:
+    return "disk" if use.file_bytes else "pageable"
 
 
 def _pinned(
