@@ -218,7 +218,7 @@ def test_activations_are_counted_at_the_size_that_is_said() -> None:
     offloaded = offload(pipe, "auto", gpu_memory="1GiB", height=16, width=24)
     counted = {part.name: part.activation_bytes for part in offloaded.plan.components}
     assert counted == dict(activations_of(pipe, RequestSize(16, 24)).by_name)
-    assert offloaded.plan.notes[0] == "activations are those of 24 x 16 pixels, and 10% and 192 MiB to spare"
+    assert offloaded.plan.notes[0] == "activations are those of 24 x 16 pixels, and 10% and 256 MiB to spare"
     larger = offloaded.replan(height=160, width=240)
     assert larger.component("vae").activation_bytes > counted["vae"]
     given = offloaded.replan(activations={"vae": "1MiB"})

@@ -21,6 +21,8 @@ _cuda: Any = torch.cuda  # Parts of it are untyped.
 _cudnn: Any = torch.backends.cudnn
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context, whichever thread or GPU asked."""
+_OVER = 2**25
+"""How far torch's allocator may pass its limit: it rounds up to pages of 20 MiB once it has looked at it."""
 _PROBE_BYTES, _PROBES = 2**26, 8
 _MAX_CODERS, _CODER_BYTES = 4, 2**29
 """Threads that compress weights, and device memory that one takes at most."""
@@ -231,7 +233,8 @@ class CudaStage(Stage):
     def within(self, budget_bytes: int) -> Iterator[None]:
         before = torch.cuda.get_per_process_memory_fraction(self.device)
         total = torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(before, (budget_bytes + self.others_bytes) / total), self.device)
+        allowed = budget_bytes - _OVER + self.others_bytes
+        torch.cuda.set_per_process_memory_fraction(min(before, allowed / total), self.device)
         try:
             yield
         finally:

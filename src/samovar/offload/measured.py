@@ -26,7 +26,7 @@ from .sizes import ComponentSize
 from .streaming import Timing
 
 _VERSION = 1
-_MARGIN, _SPARE = 0.02, 160 * 2**20
+_MARGIN, _SPARE = 0.02, 256 * 2**20
 """What is added to what a component was seen to need, since inputs vary and torch's allocator leaves holes."""
 _Span = tuple[Any, Any]
 """Two points in the work of a device."""

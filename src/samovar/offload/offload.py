@@ -12,6 +12,7 @@ import inspect
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +60,7 @@ from .streaming import Timing
 from .time_layers import TimeLayers, choose_layers, may_have_time_layers, with_layers_of, with_time_layers
 
 _UNLIMITED = 2**62
+_MAX_PLANS = 8
 _ATTEMPTS = 3
 """Calls of a component that runs out of memory although the plan said that it would not."""
 _MORE, _MORE_BYTES = 0.1, 2**27
@@ -131,7 +133,11 @@ class Offloaded(Handle, PipelineHook):
         """Where figures are kept."""
         self.history = self._written = self._recalled()
         """What runs have shown."""
+        self._plans: deque[tuple[Any, OffloadPlan]] = deque(maxlen=_MAX_PLANS)
+        """The last plans, each with what it was made for: runs of few and of many steps may take turns."""
         self.plan = self._plan_with_layers(config)
+        self._is_timed = self.history.timing is not None
+        """Whether the plan that is followed knows the times of blocks."""
         self.tiers = self._tiers_for(config, self.plan)
 
     # ------------------------------------------------------------------------------------------------ plans
@@ -182,7 +188,10 @@ class Offloaded(Handle, PipelineHook):
         known = self._activations_for(config) if budget not in (None, _UNLIMITED) else None
         if budget == _UNLIMITED:
             known = Activations(dict.fromkeys(self._components, 0), "")
-        return plan_offload(self._sizes, replace(config, gpu_memory=budget, timing=timing), known, history)
+        asked = self._sizes, replace(config, gpu_memory=budget, timing=timing), known, history
+        plan = next((plan for before, plan in self._plans if before == asked), None) or plan_offload(*asked)
+        self._plans.appendleft((asked, plan))
+        return plan
 
     def _activations_for(self, config: OffloadConfig) -> Activations | None:
         """What a run without weights shows, unless the settings say it all."""
@@ -256,7 +265,7 @@ class Offloaded(Handle, PipelineHook):
         except BaseException:
             self.detach()
             raise
-        self.plan, self.tiers = plan, tiers
+        self.plan, self.tiers, self._is_timed = plan, tiers, self.history.timing is not None
 
     def _install(self, plan: OffloadPlan, tiers: TierPlan) -> None:
         movers = {name: c for name, c in self._components.items() if plan.component(name).placement != "resident"}
@@ -383,13 +392,17 @@ class Offloaded(Handle, PipelineHook):
             plan = self._plan_with_layers(self.config)
             if _structure(plan) != _structure(self.plan):
                 self._follow(plan, self._tiers_for(self.config, plan))
+            self.plan, self._is_timed = plan, self.history.timing is not None
 
     def _is_outdated(self) -> bool:
         """Whether what is known by now asks for another plan."""
         plan, history = self.plan, self.history
         if any(not part.is_known and part.name in history.needs for part in plan.components):
             return True
-        return self.config.precompute is None and history.steps not in (None, plan.steps)
+        if plan.budget_bytes is not None and history.timing is not None and not self._is_timed:
+            return True
+        is_open = self.config.precompute is None and self.config.steps is None
+        return is_open and history.steps not in (None, plan.steps)
 
     def _larger_size(self, run: Run) -> RequestSize | None:
         """The size of a run if that needs more memory than was planned for."""

@@ -32,6 +32,10 @@ ASSUMED_COPY = 10e9
 
 _CHOOSING = ("companion", "denoiser", "vae", "encoder")
 """Roles in the order in which room is given to them."""
+_SHARES = (0.3, 0.6, 1)
+"""Shares of the encoders that room may be left for while a denoiser runs."""
+_WORTH_LEAVING = 0.98
+"""Room is left if that takes a run below this share of its time."""
 _ASSUMED_STEPS = 28
 """Where nobody says how many steps a run has."""
 _WORKSPACE = 1.0
@@ -271,6 +275,8 @@ class _Planner:
         self.spares: dict[str, int] = {}
         """What is assumed for the workspaces of convolutions."""
         self.needs = self._read_needs(known)
+        self._found: dict[tuple[str, int, int | None], Streaming | None] = {}
+        """The best ways to stream, by component, its bytes and the room for it."""
 
     def _read_needs(self, seen: Activations) -> dict[str, int]:
         given, names = self.config.activations, [size.name for size in self.sizes]
@@ -401,18 +407,38 @@ class _Planner:
     # ------------------------------------------------------------------------------------------------ placement
 
     def _offloaded(self, sizes: Sizes) -> OffloadPlan:
-        """The plan in which components come and go as far as they must."""
+        """The plan in which components come and go as far as they must. What a denoiser streams while it computes takes
+        no time up to a point, if its time is known, and leaves room in which encoders stay, which have nothing to hide
+        their way behind."""
+        plan = self._leaving(sizes, 0)
+        assert plan is not None
+        denoisers = [size for size in sizes if size.role == "denoiser"]
+        if self.budget is None or self.config.graphs or not all(map(self.timing.forward_s, denoisers)):
+            return plan
+        encoders = sum(size.num_bytes for size in _takers(sizes) if size.role == "encoder")
+        can_gain = plan.moved_bytes / plan.bus_bytes_s > (1 - _WORTH_LEAVING) * self._run_s(plan)
+        for share in _SHARES if can_gain else ():
+            other = self._leaving(sizes, int(share * encoders))
+            if other is not None and self._run_s(other) < _WORTH_LEAVING * self._run_s(plan):
+                plan = other
+        return plan
+
+    def _leaving(self, sizes: Sizes, room: int) -> OffloadPlan | None:
+        """The plan in which denoisers leave some room to encoders; None if they cannot."""
         placed = {size.name: _Placed(size, moves=size in _takers(sizes)) for size in sizes}
         chosen: list[_Placed] = []
         for size in sorted(_takers(sizes), key=lambda size: _CHOOSING.index(size.role)):
-            choices = list(self._ways(size, sizes, chosen))
+            left = room if size.role == "denoiser" else 0
+            choices = list(self._ways(size, sizes, chosen, left))
+            if left and not choices:
+                return None
             if len(choices) > 1:
                 choices.sort(key=lambda way: self._made([*({**placed, size.name: way}).values()]).moved_bytes)
             placed[size.name] = choices[0]
             chosen.append(choices[0])
         return self._made(list(placed.values()))
 
-    def _ways(self, size: ComponentSize, sizes: Sizes, chosen: Sequence[_Placed]) -> Iterator[_Placed]:
+    def _ways(self, size: ComponentSize, sizes: Sizes, chosen: Sequence[_Placed], left: int = 0) -> Iterator[_Placed]:
         """The ways in which a component can be called: as a whole, or streaming through the room that its phase has. An
         encoder may do with less, such as what is free while all others stay."""
         may_stream = self.config.mode != "model" and bool(size.blocks)
@@ -422,7 +448,7 @@ class _Planner:
             return
         partners, sizes_of = self._partners(size, sizes), {one.size.name: one.device_bytes for one in chosen}
         room = self.budget - self._fixed(sizes) - max(map(self._need, (size, *partners)))
-        room -= sum(sizes_of.get(partner.name, least_bytes(partner)) for partner in partners)
+        room -= sum(sizes_of.get(partner.name, least_bytes(partner)) for partner in partners) + left
         least = least_bytes(size)
         room = min(room, least) if size.name in self.unknown and self.config.mode != "model" else room
         if size.num_bytes <= room:
@@ -436,7 +462,10 @@ class _Planner:
                 yield _Placed(size, True, streaming)
 
     def _streaming(self, size: ComponentSize, room: int | None) -> Streaming | None:
-        return best_streaming(size, room, self.timing, self.config.compress)
+        key = size.name, size.num_bytes, room
+        if key not in self._found:
+            self._found[key] = best_streaming(size, room, self.timing, self.config.compress)
+        return self._found[key]
 
     def _made(self, placed: Sequence[_Placed]) -> OffloadPlan:
         """The plan in which components are placed so."""
