@@ -99,9 +99,9 @@ def test_the_built_in_model_fits_nearly_anywhere(capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     assert "everything fits, nothing is offloaded" in text
     assert "assumed" not in text
-    assert cli.main(["plan", "emoji", "--gpu-memory", "256MiB"]) == 0
+    assert cli.main(["plan", "emoji", "--gpu-memory", "320MiB"]) == 0
     assert "Note: activations are those of 128 x 128 pixels" in capsys.readouterr().out
-    assert cli.main(["plan", "emoji", "--gpu-memory", "256MiB", "--height", "1024", "--width", "1024"]) == 2
+    assert cli.main(["plan", "emoji", "--gpu-memory", "320MiB", "--height", "1024", "--width", "1024"]) == 2
     assert "of activations" in capsys.readouterr().err
     assert cli.main(["plan", "emoji", "--mode", "model"]) == 0
     assert "is loaded when it is called" in capsys.readouterr().out
