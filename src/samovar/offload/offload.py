@@ -60,6 +60,8 @@ from .streaming import Timing
 from .time_layers import TimeLayers, choose_layers, may_have_time_layers, with_layers_of, with_time_layers
 
 _UNLIMITED = 2**62
+_WORTH_MOVING = 0.9
+"""Another plan is followed, though the one before would do, if a run takes less than this share of its time with it."""
 _MAX_PLANS = 8
 _ATTEMPTS = 3
 """Calls of a component that runs out of memory although the plan said that it would not."""
@@ -390,9 +392,17 @@ class Offloaded(Handle, PipelineHook):
             self.replan(**vars(larger))
         elif self._is_outdated():
             plan = self._plan_with_layers(self.config)
-            if _structure(plan) != _structure(self.plan):
+            if _structure(plan) == _structure(self.plan) or not self._is_worth_moving(plan):
+                plan = replace(self.plan, steps=plan.steps)
+            else:
                 self._follow(plan, self._tiers_for(self.config, plan))
             self.plan, self._is_timed = plan, self.history.timing is not None
+
+    def _is_worth_moving(self, plan: OffloadPlan) -> bool:
+        """Whether to follow another plan. It takes seconds, so one that is only quicker has to be so by far."""
+        is_careful = any(not part.is_known and part.name in self.history.needs for part in self.plan.components)
+        is_better = plan.run_s(plan.steps) < _WORTH_MOVING * self.plan.run_s(plan.steps)
+        return is_better or is_careful or self.plan.other_kernels
 
     def _is_outdated(self) -> bool:
         """Whether what is known by now asks for another plan."""

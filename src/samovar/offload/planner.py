@@ -130,6 +130,14 @@ class OffloadPlan:
     """For which it was made."""
     moved_bytes: int = 0
     """Bytes that cross the bus in a run beside those of the denoisers' forwards."""
+    step_s: float = 0.0
+    """Expected seconds of a step of the denoisers."""
+    once_s: float = 0.0
+    """Expected seconds of what is done once in a run."""
+
+    def run_s(self, steps: int) -> float:
+        """Expected seconds of a run of so many steps."""
+        return steps * self.step_s + self.once_s
 
     @property
     def offloads_anything(self) -> bool:
@@ -331,19 +339,19 @@ class _Planner:
             self._refuse(variants[least.index(min(least))])
         return [sizes for sizes, needed in zip(variants, least, strict=True) if needed <= self.budget]
 
-    def _run_s(self, plan: OffloadPlan) -> float:
-        """Seconds of a run's steps, and of what is done once in a run."""
-        run_s = plan.moved_bytes / plan.bus_bytes_s
+    def _with_times(self, plan: OffloadPlan) -> OffloadPlan:
+        """The plan with the times that are expected of it."""
+        step_s, once_s = 0.0, plan.moved_bytes / plan.bus_bytes_s
         denoisers = [(plan.component(size.name), size) for size in self.sizes if size.role == "denoiser"]
         for part, size in denoisers:
             blocks, rest_s = with_times(size, self.timing)
             bus_s = part.streamed_bytes / plan.bus_bytes_s
             forward_s = max(sum(block.compute_s for block in blocks) + rest_s, bus_s, part.forward_s or 0.0)
-            run_s += self.steps * forward_s * (1 - self.config.skipped) / len(denoisers)
+            step_s += forward_s * (1 - self.config.skipped) / len(denoisers)
             if part.ahead_bytes and size.ahead is not None:
                 runs = 1 if size.ahead.reads_text else _RUNS_OF_A_SCHEDULE
-                run_s += part.ahead_bytes / min(ASSUMED_COPY, plan.bus_bytes_s) / runs
-        return run_s
+                once_s += part.ahead_bytes / min(ASSUMED_COPY, plan.bus_bytes_s) / runs
+        return replace(plan, step_s=step_s, once_s=once_s)
 
     def _check_mode(self) -> None:
         takers = _takers(self.sizes)
@@ -416,12 +424,15 @@ class _Planner:
         if self.budget is None or self.config.graphs or not all(map(self.timing.forward_s, denoisers)):
             return plan
         encoders = sum(size.num_bytes for size in _takers(sizes) if size.role == "encoder")
-        can_gain = plan.moved_bytes / plan.bus_bytes_s > (1 - _WORTH_LEAVING) * self._run_s(plan)
+        can_gain = plan.once_s > (1 - _WORTH_LEAVING) * self._run_s(plan)
         for share in _SHARES if can_gain else ():
             other = self._leaving(sizes, int(share * encoders))
             if other is not None and self._run_s(other) < _WORTH_LEAVING * self._run_s(plan):
                 plan = other
         return plan
+
+    def _run_s(self, plan: OffloadPlan) -> float:
+        return plan.run_s(self.steps)
 
     def _leaving(self, sizes: Sizes, room: int) -> OffloadPlan | None:
         """The plan in which denoisers leave some room to encoders; None if they cannot."""
@@ -474,7 +485,7 @@ class _Planner:
         components = tuple(self._part(one, placed, staying) for one in placed)
         peak, moved = max(part.peak_bytes for part in components), _moved_bytes(components)
         how = self.timing.bus_bytes_s, self.notes, self.config.skipped, self.steps, moved
-        return OffloadPlan(components, peak, self.budget, *how)
+        return self._with_times(OffloadPlan(components, peak, self.budget, *how))
 
     def _part(self, one: _Placed, placed: Sequence[_Placed], staying: int) -> ComponentPlan:
         size, resident_s = one.size, self.timing.forward_s(one.size)
