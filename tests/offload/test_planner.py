@@ -394,3 +394,15 @@ def test_the_rung_of_flux(budget: str, loss: str, taken: str) -> None:
     kinds = [kind.name for kind in kinds_within(loss) if ladder.changes(kind)]
     assert choose_rung([ladder.rung(name) for name in (EXACT, *kinds)])[0].name == taken
     assert all(map(ladder.changes, KINDS.values()))
+
+
+def test_plans_for_other_numbers_of_steps_are_at_hand() -> None:
+    """A call for few steps and one for many may take turns, and planning takes longer than a step."""
+    found = plan(23, steps=28)
+    few = found.at(1, worth=0.9)
+    assert few.run_s(1) == min(one.run_s(1) for one in (found, *found.others))
+    assert few.steps == 1
+    assert {id(one) for one in few.others} <= {id(found), *map(id, found.others)}
+    assert few.at(28, worth=0.999).run_s(28) <= found.run_s(28) * 1.001
+    assert found.at(28, worth=0.5).components == found.components, "what gains little is not worth the way"
+    assert "others" not in found.to_dict()

@@ -12,7 +12,6 @@ import inspect
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +61,6 @@ from .time_layers import TimeLayers, choose_layers, may_have_time_layers, with_l
 _UNLIMITED = 2**62
 _WORTH_MOVING = 0.9
 """Another plan is followed, though the one before would do, if a run takes less than this share of its time with it."""
-_MAX_PLANS = 8
 _ATTEMPTS = 3
 """Calls of a component that runs out of memory although the plan said that it would not."""
 _MORE, _MORE_BYTES = 0.1, 2**27
@@ -135,8 +133,6 @@ class Offloaded(Handle, PipelineHook):
         """Where figures are kept."""
         self.history = self._written = self._recalled()
         """What runs have shown."""
-        self._plans: deque[tuple[Any, OffloadPlan]] = deque(maxlen=_MAX_PLANS)
-        """The last plans, each with what it was made for: runs of few and of many steps may take turns."""
         self.plan = self._plan_with_layers(config)
         self._is_timed = self.history.timing is not None
         """Whether the plan that is followed knows the times of blocks."""
@@ -190,10 +186,7 @@ class Offloaded(Handle, PipelineHook):
         known = self._activations_for(config) if budget not in (None, _UNLIMITED) else None
         if budget == _UNLIMITED:
             known = Activations(dict.fromkeys(self._components, 0), "")
-        asked = self._sizes, replace(config, gpu_memory=budget, timing=timing), known, history
-        plan = next((plan for before, plan in self._plans if before == asked), None) or plan_offload(*asked)
-        self._plans.appendleft((asked, plan))
-        return plan
+        return plan_offload(self._sizes, replace(config, gpu_memory=budget, timing=timing), known, history)
 
     def _activations_for(self, config: OffloadConfig) -> Activations | None:
         """What a run without weights shows, unless the settings say it all."""
@@ -392,27 +385,27 @@ class Offloaded(Handle, PipelineHook):
             self.replan(**vars(larger))
         elif self._is_outdated():
             plan = self._plan_with_layers(self.config)
-            if _structure(plan) == _structure(self.plan) or not self._is_worth_moving(plan):
-                plan = replace(self.plan, steps=plan.steps)
-            else:
-                self._follow(plan, self._tiers_for(self.config, plan))
-            self.plan, self._is_timed = plan, self.history.timing is not None
+            plans = [plan, *plan.others]
+            same = next((one for one in plans if _structure(one) == _structure(self.plan)), None)
+            if same is not None:
+                others = tuple(one for one in plans if one is not same)
+                plan = replace(same, others=others).at(plan.steps, _WORTH_MOVING)
+            self._move_to(plan)
+        elif self.config.steps is None and steps is not None:
+            self._move_to(self.plan.at(steps, _WORTH_MOVING))
 
-    def _is_worth_moving(self, plan: OffloadPlan) -> bool:
-        """Whether to follow another plan. It takes seconds, so one that is only quicker has to be so by far."""
-        is_careful = any(not part.is_known and part.name in self.history.needs for part in self.plan.components)
-        is_better = plan.run_s(plan.steps) < _WORTH_MOVING * self.plan.run_s(plan.steps)
-        return is_better or is_careful or self.plan.other_kernels
+    def _move_to(self, plan: OffloadPlan) -> None:
+        """Follow another plan, which takes seconds, if that changes what is done."""
+        if _structure(plan) != _structure(self.plan):
+            self._follow(plan, self._tiers_for(self.config, plan))
+        self.plan, self._is_timed = plan, self.history.timing is not None
 
     def _is_outdated(self) -> bool:
-        """Whether what is known by now asks for another plan."""
-        plan, history = self.plan, self.history
-        if any(not part.is_known and part.name in history.needs for part in plan.components):
-            return True
-        if plan.budget_bytes is not None and history.timing is not None and not self._is_timed:
-            return True
-        is_open = self.config.precompute is None and self.config.steps is None
-        return is_open and history.steps not in (None, plan.steps)
+        """Whether what runs have shown asks for another plan: what a component needs, or how long its blocks take."""
+        needs_are_new = any(not part.is_known and part.name in self.history.needs for part in self.plan.components)
+        return needs_are_new or (
+            self.plan.budget_bytes is not None and not self._is_timed and self.history.timing is not None
+        )
 
     def _larger_size(self, run: Run) -> RequestSize | None:
         """The size of a run if that needs more memory than was planned for."""

@@ -12,7 +12,7 @@ it would fit as a whole: then nothing has to leave for it and come back.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from ..core.errors import ModelError, SettingError
@@ -34,8 +34,8 @@ _CHOOSING = ("companion", "denoiser", "vae", "encoder")
 """Roles in the order in which room is given to them."""
 _SHARES = (0.3, 0.6, 1)
 """Shares of the encoders that room may be left for while a denoiser runs."""
-_WORTH_LEAVING = 0.98
-"""Room is left if that takes a run below this share of its time."""
+_WORTH_CHOOSING = 0.99
+"""The simplest plan is taken unless another one takes a run below this share of its time."""
 _ASSUMED_STEPS = 28
 """Where nobody says how many steps a run has."""
 _WORKSPACE = 1.0
@@ -134,10 +134,20 @@ class OffloadPlan:
     """Expected seconds of a step of the denoisers."""
     once_s: float = 0.0
     """Expected seconds of what is done once in a run."""
+    others: tuple[OffloadPlan, ...] = field(default=(), repr=False, compare=False)
+    """Plans within the same budget that may be quicker for another number of steps."""
 
     def run_s(self, steps: int) -> float:
         """Expected seconds of a run of so many steps."""
         return steps * self.step_s + self.once_s
+
+    def at(self, steps: int, worth: float) -> OffloadPlan:
+        """The plan for another number of steps: this one, or one of the others whose runs take less than a share of its
+        time."""
+        plans = [self, *self.others]
+        best = min(plans, key=lambda plan: plan.run_s(steps))
+        best = best if best.run_s(steps) < worth * self.run_s(steps) else self
+        return replace(best, steps=steps, others=tuple(plan for plan in plans if plan is not best))
 
     @property
     def offloads_anything(self) -> bool:
@@ -183,7 +193,8 @@ class OffloadPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data, for JSON."""
-        plain = asdict(self)
+        plain = asdict(replace(self, others=()))
+        del plain["others"]
         for component in plain["components"]:
             component["streamed"] = sorted(component["streamed"])
         derived = ("take_turns", "slow_down", "offloads_anything")
@@ -327,8 +338,10 @@ class _Planner:
         if best is not None:
             return best
         self._check_mode()
-        plans = [self._offloaded(sizes) for sizes in self._possible(variants)]
-        return fitting[0] if fitting and all(plan.other_kernels for plan in plans) else min(plans, key=self._run_s)
+        plans = [plan for sizes in self._possible(variants) for plan in self._offloaded(sizes)]
+        if fitting and all(plan.other_kernels for plan in plans):
+            return fitting[0]
+        return replace(plans[0], others=tuple(plans[1:])).at(self.steps, _WORTH_CHOOSING)
 
     def _possible(self, variants: list[Sizes]) -> list[Sizes]:
         """Those that can run within the budget. Refused if none can."""
@@ -414,25 +427,16 @@ class _Planner:
 
     # ------------------------------------------------------------------------------------------------ placement
 
-    def _offloaded(self, sizes: Sizes) -> OffloadPlan:
-        """The plan in which components come and go as far as they must. What a denoiser streams while it computes takes
-        no time up to a point, if its time is known, and leaves room in which encoders stay, which have nothing to hide
+    def _offloaded(self, sizes: Sizes) -> list[OffloadPlan]:
+        """Plans in which components come and go as far as they must. What a denoiser streams while it computes takes no
+        time up to a point, if its time is known, and leaves room in which encoders stay, which have nothing to hide
         their way behind."""
-        plan = self._leaving(sizes, 0)
-        assert plan is not None
+        plans = [self._leaving(sizes, 0)]
         denoisers = [size for size in sizes if size.role == "denoiser"]
-        if self.budget is None or self.config.graphs or not all(map(self.timing.forward_s, denoisers)):
-            return plan
-        encoders = sum(size.num_bytes for size in _takers(sizes) if size.role == "encoder")
-        can_gain = plan.once_s > (1 - _WORTH_LEAVING) * self._run_s(plan)
-        for share in _SHARES if can_gain else ():
-            other = self._leaving(sizes, int(share * encoders))
-            if other is not None and self._run_s(other) < _WORTH_LEAVING * self._run_s(plan):
-                plan = other
-        return plan
-
-    def _run_s(self, plan: OffloadPlan) -> float:
-        return plan.run_s(self.steps)
+        if self.budget is not None and not self.config.graphs and all(map(self.timing.forward_s, denoisers)):
+            encoders = sum(size.num_bytes for size in _takers(sizes) if size.role == "encoder")
+            plans += [self._leaving(sizes, int(share * encoders)) for share in _SHARES if encoders]
+        return [plan for plan in plans if plan is not None]
 
     def _leaving(self, sizes: Sizes, room: int) -> OffloadPlan | None:
         """The plan in which denoisers leave some room to encoders; None if they cannot."""
