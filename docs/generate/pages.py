@@ -40,6 +40,7 @@ MAKERS: dict[str, Callable[[str], str]] = {
     "cache_cost": tables.cache_cost,
     "cache_runs": tables.cache_runs,
     "combined": tables.combined,
+    "cards": tables.cards,
     "offload": tables.offload,
     "offload_summary": tables.offload_summary,
     "offload_models": tables.offload_models,

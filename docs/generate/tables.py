@@ -52,7 +52,14 @@ def headlines(folder: str = "") -> str:
     regimes = [line for line in lines_of(read("regimes")["cells"]) if line.auto is not None]
     ahead = [line.auto.psnr - line.best.point.psnr for line in regimes if line.auto is not None]
     graphs = read("gpu_graphs")["parts"]["flux-512"]["computed"]
+    whole, card = (read("gpu_cards")["flux"][way] for way in ("resident", "11GiB"))
     rows = [
+        [
+            "FLUX.1 from prompt to image in 4 steps, on a card of 11 GiB, same bits",
+            f"**{card['seconds']['4']:.2f} s**, {max(card['reserved'].values()):.1f} GiB",
+            f"everything on a larger card: {whole['seconds']['4']:.2f} s, {max(whole['reserved'].values()):.1f} GiB",
+            "gpu_cards",
+        ],
         [
             "FLUX.1 12B in the least memory, same bits",
             f"**{flux['least']['peak_gib']:.1f} GiB** instead of {flux['resident']['peak_gib']:.1f}, "
@@ -119,6 +126,32 @@ def headlines(folder: str = "") -> str:
         ]
     )
     return markdown_table(["", "Samovar", "compared with", ""], table)
+
+
+def cards(_: str) -> str:
+    """Whole pipelines, from prompt to image, on cards that have no more memory than the budget."""
+    names = {"flux": "FLUX.1-dev", "klein": "FLUX.2 klein 4B"}
+    rows = [
+        [
+            names[name],
+            "resident" if way == "resident" else way.replace("GiB", " GiB"),
+            *(f"{row['seconds'][steps]:.2f} s" if steps in row["seconds"] else "" for steps in ("4", "8", "20")),
+            f"{max(row['reserved'].values()):.2f} GiB",
+            f"{row['same_images']} of {row['of_images']}",
+        ]
+        for name in names
+        for way, row in read("gpu_cards")[name].items()
+    ]
+    head = [
+        "pipeline, 1024 x 1024",
+        "card",
+        "4 steps",
+        "8 steps",
+        "20 steps",
+        "reserved at most",
+        "images with resident's bits",
+    ]
+    return markdown_table(head, rows) + f"\n\n{read('gpu_cards')['about']['note']}"
 
 
 def quality(_: str) -> str:
