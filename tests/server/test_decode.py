@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -223,6 +224,14 @@ def test_what_takes_too_long_is_ended_and_holds_up_nobody() -> None:
         assert await ask(pool, large) == SIZES, "it has been replaced"
 
     run(test)
+
+
+def test_the_limit_on_time_ends_with_the_body() -> None:
+    """Also of one that is refused: whatever the process did next would be ended by it."""
+    read_body(TASK, [GOOD])
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
+    refusal(form(b"no picture"))
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
 
 
 def test_what_takes_too_much_memory_is_refused() -> None:

@@ -124,8 +124,15 @@ def _end_with_parent() -> None:
 
 
 def read_body(task: Task, parts: list[bytes]) -> Found:
-    """The values of a body, and its images with their names."""
+    """The values of a body, and its images with their names, read within the time that it may take."""
     signal.setitimer(signal.ITIMER_PROF, task.cpu_s)  # SIGPROF ends the process.
+    try:
+        return _read_body(task, parts)
+    finally:  # Also when it is refused: what is done later would be ended.
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _read_body(task: Task, parts: list[bytes]) -> Found:
     body, values = b"".join(parts), dict[str, Any]()
     files = [(task.files[0], body)] if task.content_type == IMAGE else list[tuple[str, bytes]]()
     if task.content_type == JSON:
@@ -145,7 +152,6 @@ def read_body(task: Task, parts: list[bytes]) -> Found:
         if sum(image.width * image.height for _, image in images) > 2 * task.max_pixels:  # An image and its mask.
             message = f"All images together have more than {2 * task.max_pixels:,} pixels. Send fewer or smaller ones."
             raise Refused(message, name, "image_above_limit")
-    signal.setitimer(signal.ITIMER_PROF, 0)
     return values, images
 
 
