@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -222,10 +223,15 @@ class Tiny(torch.nn.Module):
 @torch.no_grad()
 def test_one_time_for_all_rows_is_no_hindrance() -> None:
     model = Tiny()
-    calls = [(torch.randn(2, 3, 4), torch.tensor(float(time)), torch.randn(2, 3, 4)) for time in range(4)]
+    calls = [(torch.randn(2, 3, 4), torch.tensor(float(number)), torch.randn(2, 3, 4)) for number in range(4)]
+    have_come = threading.Event()
 
     def run(number: int) -> list[torch.Tensor]:
         with torch.no_grad(), meeting.member():
+            while not have_come.is_set():  # Else the first may end before the next one begins.
+                time.sleep(0.001)
+                if len(meeting._open) == len(calls):
+                    have_come.set()
             return [model(*calls[number]) for _ in range(5)]
 
     with Meeting({"denoiser": [model]}, {"unet": model}, 4) as meeting:
