@@ -327,25 +327,25 @@ def finish(orders: list[tuple[Puppet, Run]], outcome: Any = GOOD) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("kind", "text", "message"),
     [
-        (OSError("no process"), "No worker process could be started: OSError: no process"),
-        (SettingError("the file is gone"), "the file is gone"),
-        (ZeroDivisionError("a bug"), "The engine failed with ZeroDivisionError: a bug"),
+        (OSError, "no process", "No worker process could be started: OSError: no process"),
+        (SettingError, "the file is gone", "the file is gone"),
+        (ZeroDivisionError, "a bug", "The engine failed with ZeroDivisionError: a bug"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_worker_that_cannot_be_started_is_raised_by_start_and_later_is_a_crash(
-    puppets: Any, start: Any, error: Exception, message: str
+    puppets: Any, start: Any, kind: type[Exception], text: str, message: str
 ) -> None:
-    puppets.failing = error
+    puppets.failing = kind(text)
     with pytest.raises((EngineError, SettingError), match=message):
         start()
     puppets.failing = None
     supervisor = start(Restarts(max_crashes=2, first_delay_s=0.0))
     asked = [Asked(supervisor) for _ in range(2)]
     ((puppet, _),) = orders_of(puppets, 1)
-    puppets.failing = error
+    puppets.failing = kind(text)
     puppet.say(None)
     ends = [each.until() for each in asked]
     assert all(isinstance(end, Failed) for end in ends), "nobody is left waiting"
