@@ -83,7 +83,7 @@ def drawn(chance: random.Random, has_cache: bool) -> tuple[Request, int | None]:
 
 
 def made(worker: Worker, request: Request, cancel_after: int | None) -> tuple[Any, list[Progress]]:
-    """What a worker makes of a request, and the steps that it told."""
+    """What a worker makes of a request, and the steps it reported."""
     steps: list[Progress] = []
 
     def note(event: Any) -> None:
@@ -116,8 +116,10 @@ def test_in_any_mix_each_gets_what_it_gets_alone(workers: tuple[Worker, Worker],
             [each.denoisers["transformer"].branches["cond"].mask for each in result.cache] for result in (outcome, own)
         )
         assert mine == theirs, "the cache decides as alone"
-        told = [sorted((each.image_index, each.step, each.is_computed) for each in each) for each in (steps, own_steps)]
-        assert told[0] == told[1], "each hears of its own steps"
+        reported = [
+            sorted((each.image_index, each.step, each.is_computed) for each in each) for each in (steps, own_steps)
+        ]
+        assert reported[0] == reported[1], "each hears of its own steps"
         # Forecasts of skipped steps enlarge what rounding changes.
         most = 8 if any("." in mask for mask in theirs) else 2
         for index in range(request.num_images):

@@ -68,10 +68,10 @@ def test_every_pipeline(name: str, mode: str) -> None:
         rest = {key: value for key, value in changes.items() if key != "steps"}
         assert torch.equal(tiny.run(pipe, steps, **rest), tiny.run(bare, steps, **rest)), changes
     for denoiser in tiny.denoisers:
-        told = stats(offloaded, denoiser)
-        assert told.layers == len(offloaded.time_layers[denoiser].layers) > 2
-        assert told.found_forwards > 3 * STEPS / len(tiny.denoisers)
-        assert told.live_calls == 0
+        seen = stats(offloaded, denoiser)
+        assert seen.layers == len(offloaded.time_layers[denoiser].layers) > 2
+        assert seen.found_forwards > 3 * STEPS / len(tiny.denoisers)
+        assert seen.live_calls == 0
         assert offloaded.plan.component(denoiser).ahead_bytes > 0
     offloaded.detach()
     assert torch.equal(tiny.run(pipe, STEPS), tiny.run(bare, STEPS))
@@ -155,9 +155,9 @@ def test_schedulers(scheduler: str) -> None:
     offloaded = ahead(pipe)
     for steps in (4, 4, 6):
         assert torch.equal(pipe(steps), bare(steps))
-    told = stats(offloaded)
-    assert told.live_calls == 0
-    assert told.found_forwards >= 10
+    seen = stats(offloaded)
+    assert seen.live_calls == 0
+    assert seen.found_forwards >= 10
     pipe.scheduler, bare.scheduler = (schedulers()["DDIM"]() for _ in range(2))
     assert torch.equal(pipe(5), bare(5))
     offloaded.detach()
@@ -192,9 +192,9 @@ def test_guidance_embeddings() -> None:
     for guidance in (3.5, 3.5, 2.0):
         changes = {"guidance": torch.tensor([guidance])}
         assert torch.equal(pipe(STEPS, **changes), bare(STEPS, **changes))
-    told = stats(offloaded)
-    assert told.live_calls == 0
-    assert told.found_forwards >= 3 * STEPS - 2
+    seen = stats(offloaded)
+    assert seen.live_calls == 0
+    assert seen.found_forwards >= 3 * STEPS - 2
     offloaded.detach()
 
 
@@ -212,9 +212,9 @@ def test_a_time_for_each_token(given: float) -> None:
     offloaded = ahead(pipe)
     for _ in range(2):
         assert torch.equal(pipe(), bare())
-    told = stats(offloaded)
-    assert told.live_calls == 0
-    assert told.found_forwards == 2 * STEPS - 1
+    seen = stats(offloaded)
+    assert seen.live_calls == 0
+    assert seen.found_forwards == 2 * STEPS - 1
     offloaded.detach()
 
 
@@ -226,8 +226,8 @@ def test_times_that_nobody_foresees_are_computed_step_by_step() -> None:
     bare, pipe = (Odd(CASES["DiTTransformer2DModel"], schedulers()["DDIM"]()) for _ in range(2))
     offloaded = ahead(pipe)
     assert torch.equal(pipe(8), bare(8))
-    told = stats(offloaded)
-    assert (told.computed_steps, told.found_forwards, told.live_calls) == (8, 0, 0)
+    seen = stats(offloaded)
+    assert (seen.computed_steps, seen.found_forwards, seen.live_calls) == (8, 0, 0)
     offloaded.detach()
 
 
@@ -679,8 +679,8 @@ def test_a_loop_of_ones_own_without_a_pipeline(context: Any) -> None:
             for step in range(4):
                 given = case.inputs(step)
                 assert torch.equal(model(**given, return_dict=False)[0], bare(**given, return_dict=False)[0])
-    told = stats(offloaded, offloaded.plan.components[0].name)
-    assert told.found_forwards == 4
+    seen = stats(offloaded, offloaded.plan.components[0].name)
+    assert seen.found_forwards == 4
     offloaded.detach()
     assert not any(parameter.is_inference() for parameter in model.parameters())
 
@@ -810,12 +810,12 @@ def test_stats_and_explain_tell_of_it() -> None:
     pipe = FLUX.build(0)
     attached = samovar.attach(pipe, offload=OffloadConfig("layerwise", device="cpu", precompute=True))
     FLUX.run(pipe, STEPS)
-    told = attached.stats().offload
-    assert told is not None
-    ahead_of = told.ahead["transformer"]
+    seen = attached.stats().offload
+    assert seen is not None
+    ahead_of = seen.ahead["transformer"]
     assert ahead_of.layers == 12
-    assert "12 layers" in str(told)
-    assert "forwards found theirs" in str(told)
+    assert "12 layers" in str(seen)
+    assert "forwards found theirs" in str(seen)
     text = str(attached.explain())
     assert "12 layers" in text
     samovar.detach(pipe)
@@ -831,9 +831,9 @@ def test_on_a_gpu(mode: str, home: str) -> None:
     offloaded = apply_offload(pipe, OffloadConfig(mode, precompute=True, activations=0))  # type: ignore[arg-type]
     for seed, picture in enumerate(expected):
         assert torch.equal(FLUX.run(pipe, STEPS, seed=seed).cpu(), picture)
-    told = stats(offloaded)
-    assert told.live_calls == 0
-    assert told.found_forwards > 2 * STEPS
+    seen = stats(offloaded)
+    assert seen.live_calls == 0
+    assert seen.found_forwards > 2 * STEPS
     offloaded.detach()
     assert {parameter.device.type for parameter in pipe.transformer.parameters()} == {home}
     assert torch.equal(FLUX.run(pipe.to("cuda"), STEPS).cpu(), expected[0])

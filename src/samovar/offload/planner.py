@@ -138,7 +138,7 @@ class OffloadPlan:
     """Plans within the same budget that may be quicker for another number of steps."""
 
     def run_s(self, steps: int) -> float:
-        """Expected seconds of a run of so many steps."""
+        """Expected seconds of a run with a number of steps."""
         return steps * self.step_s + self.once_s
 
     def at(self, steps: int, worth: float) -> OffloadPlan:
