@@ -204,10 +204,6 @@ def test_settings_say_how_many_replicas_and_ranks_there_are(four_gpus: None, env
     assert (ranks.num_replicas, ranks.num_ranks, ranks.backend, ranks.gpus) == (2, 2, "nccl", ((0, 1), (2, 3)))
     with pytest.raises(SettingError, match="8 ranks on this machine need a GPU each, and it has 4"):
         Config("emoji", ulysses_degree=4, cfg_parallel_size=2)
-    for settings, share in (({}, False), ({"replicas": 2}, True), ({"devices": "1"}, False)):
-        offload = Config("emoji", offload="layerwise", **settings).attach_config.offload  # type: ignore[arg-type]
-        assert offload is not None
-        assert offload.share is share
     environment.setenv("SAMOVAR_DEVICES", "3,2")
     assert Config.read({}).gpus == ((3,), (2,))
 

@@ -169,7 +169,7 @@ def test_two_replicas_share_a_queue_and_one_that_is_killed_costs_only_what_ran_i
     twins = supervisor_of(folder, replicas=2, max_queue=6, offload="layerwise")
     try:
         assert "replicas: 2: cpu, cpu" in str(twins.explain())
-        assert "one copy for all" in str(twins.explain())
+        assert "they take from one queue" in str(twins.explain())
         both = [Asked(twins, num_inference_steps=LONG) for _ in range(2)]
         for each in both:
             each.until(is_step)

@@ -78,11 +78,10 @@ class AttachConfig(Settings, param="attach"):
         parallel: ParallelSetting = None,
         tolerance: float | str | None = None,
         device: torch.device | None = None,
-        is_alone: bool = True,
         **others: Any,
     ) -> AttachConfig:
         """Each setting of `attach` as a name, an object, a mapping or a file. `device` is where to compute if `offload`
-        does not say. Unless `is_alone`, other processes load the same model."""
+        does not say."""
         given = {of: value for name, of in OF_OFFLOAD.items() if (value := others.pop(name, None)) not in (None, "")}
         degrees = SequenceParallelConfig() if _is_off(parallel) else SequenceParallelConfig.read(parallel)
         config, moves = cls(_read_cache(cache, tolerance), None, degrees, **others), _read_offload(offload, given)
@@ -92,7 +91,6 @@ class AttachConfig(Settings, param="attach"):
             moves,
             device=moves.device or device,
             skipped=moves.skipped or skipped_share(config.cache) or 0.0,
-            share=degrees.num_ranks > 1 or not is_alone if moves.share is None else moves.share,
             graphs=config.graphs is not None,
         )
         return replace(config, offload=moves)

@@ -274,8 +274,7 @@ class OmniDiffusionConfig(Settings, param="settings"):
         """The features to attach to the pipeline."""
         taken = {*inspect.signature(AttachConfig.of).parameters, *table(AttachConfig), *OF_OFFLOAD}
         same = {field.name: getattr(self, field.name) for field in fields(self) if field.name in taken}
-        is_alone = (self.replicas or 1) == 1 and len(self.devices or ()) <= 1
-        return AttachConfig.of(**same | {"device": self.execution_device(), "is_alone": is_alone})
+        return AttachConfig.of(**same | {"device": self.execution_device()})
 
     @functools.cached_property
     def gpus(self) -> tuple[tuple[int, ...], ...]:

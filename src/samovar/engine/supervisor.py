@@ -141,10 +141,7 @@ class Supervisor:
         if config.num_replicas == 1:
             return found
         places = [config.place_of(number) for number in range(config.num_replicas)]
-        offload = config.attach_config.offload
-        copies = "one copy for all" if offload is not None and offload.share else "each has its own"
-        why = f"they take from one queue; of offloaded weights, {copies}"
-        feature = Feature("replicas", f"{len(places)}: {', '.join(places)}", why)
+        feature = Feature("replicas", f"{len(places)}: {', '.join(places)}", "they take from one queue")
         return replace(found, features=(*found.features, feature))
 
     def status(self) -> EngineStatus:

@@ -90,12 +90,6 @@ class OffloadConfig(Settings, param="offload"):
         "Budget of host memory for weights, pinned or not. What is over it is read from the model's files again. By "
         "default, 85 % of the memory may be pinned. Weights that are in no file must fit.",
     )
-    share: bool | None = setting(
-        None,
-        FLAG,
-        "Whether processes on this machine that read the same files share one pinned copy, in /dev/shm. By default, "
-        "the ranks that compute one image and the replicas of one server do.",
-    )
     exclude: tuple[str, ...] = setting(
         (), NAMES, "Names of components that stay where they are, as a list or with commas."
     )

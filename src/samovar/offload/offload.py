@@ -251,7 +251,7 @@ class Offloaded(Handle, PipelineHook):
     def _follow(self, plan: OffloadPlan, tiers: TierPlan) -> None:
         self._undo_plan()
         try:
-            self._host.follow(tiers.buffer_bytes, shares=bool(self.config.share))
+            self._host.follow(tiers.buffer_bytes)
             self.stage.release_unused()
             with self._within_budget():
                 for name, component in self._components.items():

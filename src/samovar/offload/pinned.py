@@ -25,10 +25,9 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .device import Stage
-from .files import READERS, Files, Unpinned
+from .files import Files, Unpinned
 from .host_tiers import NUM_BUFFERS, PINNABLE
 from .layout import LINE, Piece, Span, flat_bytes, move, spans_of
-from .shared import shared_copy
 from .sizes import format_bytes
 
 Source = torch.Tensor | Unpinned
@@ -69,8 +68,6 @@ class HostMemory:
         whole = host_limit()
         self.limit_bytes = limit_bytes if limit_bytes is not None or whole is None else int(whole * PINNABLE)
         self._stage = stage
-        self._shares = False
-        """Whether copies of what is in files are shared with other processes."""
         self._untrimmed_bytes = 0
         self._buffers: list[torch.Tensor] = []
         self._files = Files()
@@ -81,9 +78,8 @@ class HostMemory:
         self._finalizer = weakref.finalize(self, _close, stage, self._pinned)
         self._finalizer.atexit = False  # The end of the process unpins everything, and faster.
 
-    def follow(self, buffer_bytes: int, *, shares: bool) -> None:
+    def follow(self, buffer_bytes: int) -> None:
         """Provide the buffers that what is not pinned passes through."""
-        self._shares = shares
         if buffer_bytes != sum(buffer.numel() for buffer in self._buffers[:1]):
             self._stage.pass_through(())
             self.release(self._buffers)
@@ -133,32 +129,6 @@ class HostMemory:
         move(span, _own_storage(target[: span.num_bytes]) if span.num_bytes else target[:0])
         self._untrimmed_bytes += span.num_bytes
         self._stage.stats.copied_bytes += span.num_bytes
-
-    def shared(self, piece: Piece) -> torch.Tensor | None:
-        """A copy of what is in files that other processes may use too. None if there is none, or if the weights are
-        not what the files hold."""
-        if not self._shares:
-            return None
-        source = self.in_place(piece)
-        identity = [(at, p.offset, p.num_bytes, *p.file.identity) for at, p in source.parts if p.file is not None]
-        if len(identity) < len(source.parts) or not source.num_bytes:
-            return None
-
-        def fill(memory: torch.Tensor) -> None:
-            with ThreadPoolExecutor(READERS) as threads:
-                source.read(0, memory, threads)
-            self._stage.stats.copied_bytes += source.num_bytes
-
-        mapped = shared_copy(identity, source.num_bytes, fill)
-        if mapped is None:
-            return None
-        copy = _whole(mapped)[: source.num_bytes]
-        for at, part in source.parts:
-            if not torch.equal(copy[at : at + part.num_bytes], part.memory):
-                return None
-        _chunks[copy.data_ptr()] = mapped
-        self._stage.stats.shared_bytes += source.num_bytes
-        return copy
 
     def anonymous_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes of these tensors that are in memory alone, and in no file; more than there are if all of them are."""

@@ -51,8 +51,6 @@ class OffloadStats:
     peak_reserved_bytes: int = 0
     """The most that torch's allocator held of a GPU, for everything, as far as it was counted."""
     pinned_bytes: int = 0
-    shared_bytes: int = 0
-    """Bytes of these that other processes may use too."""
     pageable_bytes: int = 0
     """Bytes of the host copy that could not be pinned."""
     copied_bytes: int = 0

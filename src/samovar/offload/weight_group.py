@@ -18,7 +18,6 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -220,14 +219,9 @@ class WeightGroup:
             return [wire or self._wire(piece, () if index else wrapped) for index, (wire, piece) in both]
 
     def _wire(self, piece: Piece, wrapped: Sequence[torch.Tensor]) -> Wire:
-        """A piece as it is to cross the bus uncompressed: as a copy that other processes may use, from where it is, or
-        from a chunk into which it moves."""
-        seen = partial(Seen, tensors_in(piece), wrapped)
-        if self.tier != "pinned":
-            return Wire(self._host.in_place(piece), piece, seen())
-        shared = self._host.shared(piece)
-        memory = self._host.take_in(piece) if shared is None else shared
-        return Wire(memory, piece, seen())
+        """A piece as it is to cross the bus uncompressed: from where it is, or from a chunk into which it moves."""
+        source = self._host.take_in(piece) if self.tier == "pinned" else self._host.in_place(piece)
+        return Wire(source, piece, Seen(tensors_in(piece), wrapped))
 
     @plainly
     def anonymous_bytes(self) -> int:
