@@ -39,7 +39,7 @@ BUDGETS = {
     "cli": 8_250,
     "compose": 8_250,
     "core": 10_100,
-    "engine": 35_500,
+    "engine": 34_600,
     "graphs": 5_550,
     "hooks": 10_500,
     "lab": 13_500,

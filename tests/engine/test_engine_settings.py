@@ -38,7 +38,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ({"lora": "pixel"}, "lora='pixel'; expected files or folders by name"),
         ({"lora": {"": "x"}}, "'' is not a name"),
         ({"lora": {"a": "/no/where/x.safetensors"}}, "which is not a .safetensors file"),
-        ({"controlnet": 3}, "controlnet=3; expected a folder or a name on the hub"),
         ({"quantization": "int9"}, r"quantization='int9' is not one of int8, fp8, int4, nf4, .* Did you mean 'int8'\?"),
         ({"quantization": "nf4"}, "quantization='nf4' does not run on cpu"),
         ({"quantization": "nowhere.gguf"}, "is not a file here"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import inspect
 import json
 import os
 import pickle
@@ -159,28 +158,24 @@ SIZE: dict[str, Any] = {"num_inference_steps": 4, "height": 32, "width": 48}
 
 
 @pytest.fixture(scope="module")
-def nets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, str, str, str]]:
-    """By family: a pipeline with its ControlNet, and folders of both, of the model alone, and of the ControlNet."""
-    where = tmp_path_factory.mktemp("nets")
+def controlled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    """By family: a pipeline with its ControlNet, and the folder of both."""
+    where = tmp_path_factory.mktemp("controlled")
 
-    def of(family: str) -> tuple[Any, str, str, str]:
-        name, cls = f"{family}ControlNetPipeline", getattr(diffusers, f"{family}Pipeline")
+    def of(family: str) -> tuple[Any, Path]:
+        name = f"{family}ControlNetPipeline"
         pipe = build(getattr(diffusers, name), RECIPES.get(name, Recipe()))
-        whole, model, net = (where / f"{family}-{part}" for part in ("whole", "model", "net"))
-        if not whole.is_dir():
-            pipe.save_pretrained(whole)
-            parts = {key: part for key, part in pipe.components.items() if key in inspect.signature(cls).parameters}
-            cls(**parts).save_pretrained(model)
-            pipe.controlnet.save_pretrained(net)
-        return pipe, str(whole), str(model), str(net)
+        if not (where / family).is_dir():
+            pipe.save_pretrained(where / family)
+        return pipe, where / family
 
     return of
 
 
 @pytest.mark.parametrize("family", ["Flux", "StableDiffusion3", "QwenImage"])
 @pytest.mark.filterwarnings("ignore")
-def test_a_controlnet_beside_a_model_gives_the_bits_of_the_whole_pipeline(family: str, nets: Any) -> None:
-    pipe, whole, model, net = nets(family)
+def test_a_pipeline_that_was_saved_with_its_controlnet_gives_its_bits(family: str, controlled: Any) -> None:
+    pipe, folder = controlled(family)
     pipe.set_progress_bar_config(disable=True)
 
     def bare(image: Any) -> Any:
@@ -190,8 +185,8 @@ def test_a_controlnet_beside_a_model_gives_the_bits_of_the_whole_pipeline(family
 
     exact = bare(CONTROL)
     assert not np.array_equal(exact, bare(OTHER)), "the image matters"
-    for folder, how in ((model, {"controlnet": net, "offload": "layerwise"}), (whole, {"task": "controlnet"})):
-        worker = worker_of(Path(folder), **how)
+    for how in ({}, {"offload": "layerwise"}):
+        worker = worker_of(folder, **how)
         for name in ("image", "control_image"):
             given = {"image": CONTROL} if name == "image" else {"inputs": {name: CONTROL}}
             assert np.array_equal(pixels(worker.make(ask(how=given, **SIZE))), exact), how
@@ -199,40 +194,15 @@ def test_a_controlnet_beside_a_model_gives_the_bits_of_the_whole_pipeline(family
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_controlnets_go_with_other_tasks_and_with_each_other(nets: Any) -> None:
-    _, _, model, net = nets("Flux")
-    worker = worker_of(Path(model), task="inpaint", controlnet=net, defaults={**SIZE, "max_sequence_length": 16})
+def test_a_controlnet_goes_with_other_tasks(controlled: Any) -> None:
+    _, folder = controlled("Flux")
+    worker = worker_of(folder, task="inpaint", defaults={**SIZE, "max_sequence_length": 16})
     worker.warm_up()  # It gives all that is needed.
     inputs = {"mask": MASK, "control_image": CONTROL}
     assert pixels(worker.make(ask(how={"image": OTHER, "inputs": inputs}))).shape == (32, 48, 3)
     worker.close()
-    worker = worker_of(Path(model), controlnet=[net, net])
-    scales = {"controlnet_conditioning_scale": [1.0, 1.0]}
-    both = ask(how={"image": [CONTROL, OTHER]}, options=scales, **SIZE)
-    assert pixels(worker.make(both)).shape == (32, 48, 3)
-    worker.close()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            lambda model, net, qwen, whole: {"controlnet": qwen},
-            "is a 'QwenImageControlNetModel', and Flux.* takes a Flux",
-        ),
-        (lambda model, net, qwen, whole: {"controlnet": whole}, "is a whole pipeline. Give it as the model"),
-        (lambda model, net, qwen, whole: {"task": "controlnet"}, "needs a ControlNet.*Give its folder as controlnet"),
-        (lambda model, net, qwen, whole: {"task": "control_net"}, "Did you mean 'controlnet'"),
-        (
-            lambda model, net, qwen, whole: {"model": "motion", "controlnet": net},
-            "diffusers has no WanControlNetPipeline",
-        ),
-    ],
-)
-def test_a_controlnet_that_does_not_fit_is_refused(nets: Any, settings: Any, message: str) -> None:
-    _, whole, model, net = nets("Flux")
-    with pytest.raises((SettingError, ModelError), match=message):
-        worker_of(**{"model": model, **settings(model, net, nets("QwenImage")[3], whole)})
+    with pytest.raises(SettingError, match="Give a folder that was saved with its ControlNet"):
+        worker_of(folder, task="controlnet")
 
 
 # ------------------------------------------------------------------------------------------------ quantised

@@ -132,7 +132,7 @@ def test_steps_are_told_with_previews_and_a_request_can_be_left(qwen: Omni) -> N
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_controlnet_beside_it_is_one_of_its_components(folders: Folders, tmp_path: Path) -> None:
+def test_a_controlnet_is_one_of_its_components(tmp_path: Path) -> None:
     from diffusers import QwenImageControlNetModel
 
     config = {key: value for key, value in tiny_modular("qwen").transformer.config.items() if not key.startswith("_")}
@@ -140,10 +140,11 @@ def test_a_controlnet_beside_it_is_one_of_its_components(folders: Folders, tmp_p
     net = QwenImageControlNetModel(**{key: value for key, value in config.items() if key in takes} | {"num_layers": 1})
     for weight in net.parameters():
         torch.nn.init.constant_(weight, 0.1)
-    net.save_pretrained(tmp_path / "net")
-    size = {"height": 32, "width": 48}
-    how = {"controlnet": str(tmp_path / "net"), "offload": "layerwise"}
-    guided, plain = (made(folders["qwen"], "qwen", how=how, **size, **more) for more in ({"control_image": IMAGE}, {}))
+    pipe = tiny_modular("qwen")
+    pipe.register_components(controlnet=net)
+    save_modular(pipe, tmp_path)
+    size, how = {"height": 32, "width": 48}, {"offload": "layerwise"}
+    guided, plain = (made(tmp_path, "qwen", how=how, **size, **more) for more in ({"control_image": IMAGE}, {}))
     assert np.array_equal(plain, bare("qwen", **size)), "it is not called without an image"
     assert not np.array_equal(guided, plain)
 

@@ -54,8 +54,7 @@ TRUST = """
 _MODEL = f"""
     --config FILE            settings by name, as YAML or JSON; options override them
 {DEVICE}
-    --task TASK              text2img, img2img, inpaint, controlnet ...: another pipeline of its family
-    --controlnet FOLDER...   a ControlNet, or a hub name; again for more
+    --task TASK              text2img, img2img, inpaint ...: another pipeline of its family
 {TRUST}"""
 _SPEED = f"""
     --cache SETTING          skip steps: auto, tea_cache, or a tuned file

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +14,6 @@ from ..arch.modular import adapt
 from ..builtin import BUILTIN_MODELS, MAX_SIDE
 from ..cache import TunedFor
 from ..core.errors import SettingError
-from ..core.settings import parse_bytes
-from .controlnet import fetch_controlnets
 from .models import fetch_model, find_loader, load_pipeline, resolve_dtype
 from .outputs import output_fields
 from .planning import choose_quantization
@@ -45,13 +42,13 @@ def load_model(config: OmniDiffusionConfig, components: Mapping[str, Any] | None
     if (tuned := TunedFor.read(config.cache)) is not None:  # One for another model is refused before weights are read.
         tuned.check_folder(folder)
     defaults, dtype = config.sampling_defaults(folder), resolve_dtype(config.dtype, device)
-    nets, is_trusted = config.controlnet or (), config.trust_remote_code
-    loader = find_loader(folder, trust_remote_code=is_trusted, task=config.task, controlnets=nets)
+    is_trusted = config.trust_remote_code
+    loader = find_loader(folder, trust_remote_code=is_trusted, task=config.task)
     if loader.__name__ != "DiffusionPipeline":  # Otherwise the class comes with the model.
         output_fields(loader)
     started = time.perf_counter()
     quantised, why = _quantization(config, folder, dtype, defaults)
-    how = {"trust_remote_code": is_trusted, "loader": loader, "controlnets": nets}
+    how = {"trust_remote_code": is_trusted, "loader": loader}
     pipeline = load_pipeline(folder, dtype, quantization=quantised, components=components, **how)
     # A bar is shown on a terminal (None), not in a file.
     is_shown = config.progress and os.environ.get("RANK", "0") == "0"
@@ -64,8 +61,6 @@ def adopt(config: OmniDiffusionConfig, pipeline: Any) -> Loaded:
     name = type(pipeline).__name__
     if config.task is not None:
         raise SettingError(f"This {name} is loaded, so its task is decided. Leave out task.", param="task")
-    if config.controlnet is not None:
-        raise SettingError(f"This {name} is loaded. Load it with its ControlNet.", param="controlnet")
     if config.quantised() is not None or config.loss not in (None, "exact"):
         raise SettingError(
             f"Weights are quantised while they are loaded, and this {name} is loaded. Give the model's name or folder, "
@@ -89,9 +84,4 @@ def _quantization(
         "frames": defaults.num_frames,
         "batch": config.max_batch,
     }
-    budget = parse_bytes(offload.gpu_memory, "gpu_memory")
-    files = [file for net in fetch_controlnets(config.controlnet or ()) for file in net.glob("*.safetensors")]
-    if files and budget is not None:  # ControlNets stay on the device.
-        beside = sum(file.stat().st_size for file in files)
-        attached = replace(attached, offload=replace(offload, gpu_memory=max(1, budget - beside)))
     return choose_quantization(folder, dtype, config.execution_device(), attached, size, config.loss)

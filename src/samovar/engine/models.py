@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,6 @@ from ..builtin import BUILTIN_MODELS
 from ..core.errors import ModelError, SettingError, nearest
 from ..core.files import INDEX, brief, heard, index_file, reading
 from ..core.interop import pipelines_by_task
-from .controlnet import TASK as CONTROLLED
-from .controlnet import controlled_class, fetch_controlnets, load_controlnets
 from .hub import HUB_NAME, downloading
 from .quantize import GGUF, Quantization, loading_arguments
 
@@ -106,25 +104,17 @@ def _nothing_missing(folder: Path) -> Iterator[None]:
         raise ModelError(f"{folder} lacks the weights {missing[0]!r}{more}. Download or save it again.")
 
 
-def find_loader(
-    folder: Path, *, trust_remote_code: bool = False, task: str | None = None, controlnets: Sequence[str] = ()
-) -> Any:
-    """The class that the folder's index names, or the one of its family for a task or with ControlNets. Importing it
-    takes most of the time until the first image."""
+def find_loader(folder: Path, *, trust_remote_code: bool = False, task: str | None = None) -> Any:
+    """The class that the folder's index names, or the one of its family for a task. Importing it takes most of the time
+    until the first image."""
     index = check_folder(folder, trust_remote_code=trust_remote_code)
     diffusers = load_diffusers()
     if isinstance(index.get("_class_name"), list):
-        if task is not None or controlnets:
-            what = "task cannot be chosen. Leave out task" if task else "ControlNet has no place. Leave out controlnet"
-            raise ModelError(f"{folder} comes with a class of its own, so a {what}.")
+        if task is not None:
+            raise ModelError(f"{folder} comes with a class of its own, so a task cannot be chosen. Leave out task.")
         return diffusers.DiffusionPipeline  # It finds the class in the folder.
     cls = pipeline_class(folder, index)
-    has_net = bool(controlnets) or isinstance(index.get(CONTROLLED), list)
-    if task == CONTROLLED and not has_net:
-        message = f"task={task!r} needs a ControlNet, and {folder} has none. Give its folder as controlnet."
-        raise SettingError(message, param="controlnet")
-    cls = cls if task in (None, CONTROLLED) else class_for_task(cls, task)
-    return controlled_class(cls) if controlnets or task == CONTROLLED else cls
+    return cls if task is None else class_for_task(cls, task)
 
 
 def class_for_task(cls: Any, task: str) -> Any:
@@ -135,7 +125,8 @@ def class_for_task(cls: Any, task: str) -> Any:
     if task in found:
         return found[task]
     if task not in tables:
-        raise SettingError(f"task={task!r} is not a task. {nearest(task, [*tables, CONTROLLED])}", param="task")
+        hint = "Give a folder that was saved with its ControlNet." if "controlnet" in task else nearest(task, tables)
+        raise SettingError(f"task={task!r} is not a task. {hint}", param="task")
     known = f"With it: {', '.join(sorted(found))}." if found else "Leave out task."
     raise SettingError(f"task={task!r}: diffusers has no pipeline for it like {cls.__name__}. {known}", param="task")
 
@@ -147,19 +138,16 @@ def load_pipeline(
     trust_remote_code: bool = False,
     quantization: Quantization | None = None,
     components: Mapping[str, Any] | None = None,
-    controlnets: Sequence[str] = (),
     loader: Any = None,
 ) -> Any:
     """The pipeline of a folder, on the host; what bitsandbytes quantises, on the GPU. `components` need no loading."""
-    loader = loader or find_loader(folder, trust_remote_code=trust_remote_code, controlnets=controlnets)
+    loader = loader or find_loader(folder, trust_remote_code=trust_remote_code)
     given: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": trust_remote_code}
     given |= components or {}
-    nets = fetch_controlnets(controlnets)
     guard = contextlib.nullcontext() if trust_remote_code else without_remote_code()
     with reading(str(folder)), guard, warnings.catch_warnings(), _nothing_missing(folder):
         # diffusers 0.42 renamed the argument, and older versions only know this name.
         warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated", category=FutureWarning)
-        given |= {CONTROLLED: load_controlnets(nets, loader, dtype)} if nets else {}
         given |= loading_arguments(folder, dtype, quantization) if quantization is not None else {}
         pipeline = loader.from_pretrained(folder, torch_dtype=dtype, variant=find_variant(folder), **given)
         return check_loaded(pipeline, folder)

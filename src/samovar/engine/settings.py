@@ -31,7 +31,6 @@ from ..core.settings import (
     settings_of,
     table,
 )
-from .controlnet import read_controlnets
 from .lora import LoraSetting, read_sources
 from .models import find_model
 from .placement import place_replicas, read_gpus
@@ -50,7 +49,6 @@ _DEVICES = SETTING._replace(
     "device='cpu'",
     read=read_gpus,
 )
-_CONTROLNETS = SETTING._replace(expected="a folder or a name on the hub, or a list of them", read=read_controlnets)
 
 
 @accept_aliases
@@ -123,14 +121,7 @@ class OmniDiffusionConfig(Settings, param="settings"):
         None,
         TEXT,
         'What to do with a model whose family has several pipelines in diffusers: "text2img", "img2img", '
-        '"inpaint", "text2video", "image2video", "video2video" ..., or "controlnet". By default what its folder '
-        "says.",
-    )
-    controlnet: tuple[str, ...] | None = setting(
-        None,
-        _CONTROLNETS,
-        "A ControlNet that guides the model: a folder or a name on the hub, or a list of them. It goes with task "
-        '"img2img" and "inpaint", too, where the family has such a pipeline.',
+        '"inpaint", "text2video", "image2video", "video2video" ... By default what its folder says.',
     )
     cache: CacheSetting = setting(
         None,
