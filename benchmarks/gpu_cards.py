@@ -18,6 +18,7 @@ import math
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -284,6 +285,8 @@ class Kind:
     """Runs of so many steps are timed."""
     budgets: tuple[str, ...]
     peers: tuple[str, ...] = ()
+    longer: tuple[str, ...] = ()
+    """Budgets within which runs of more steps are timed too, each number in a process of its own, as plans differ."""
     build_s: float = 60
     run_s: float = 40
     """About what the host takes to build it, and a case beside that."""
@@ -294,20 +297,21 @@ _CLIP = {"height": 480, "width": 832, "num_frames": 81, "guidance_scale": 1.0}
 KINDS = {
     "flux": Kind("FLUX.1-dev, 1024 x 1024", flux, {**_SQUARE, "guidance_scale": 3.5}, (4, 8, 20),
                  ("4GiB", "6GiB", "8GiB", "11GiB", "15GiB", "22GiB"), ("diffusers-group:11GiB", "diffusers-model:24GiB",
-                 "diffusers-sequential:11GiB"), 40, 45),
-    "klein": Kind("FLUX.2 klein 4B, 1024 x 1024", klein, _SQUARE, (4,), ("8GiB", "11GiB", "22GiB"), (), 30, 25),
-    "z_image": Kind("Z-Image, 1024 x 1024", z_image, {**_SQUARE, "guidance_scale": 0.0}, (8,), ("8GiB", "11GiB"), (),
-                    30, 30),
+                 "diffusers-sequential:11GiB"), ("11GiB", "22GiB"), 25, 40),
+    "klein": Kind("FLUX.2 klein 4B, 1024 x 1024", klein, _SQUARE, (4,), ("8GiB", "11GiB", "22GiB"), build_s=20,
+                  run_s=20),
+    "z_image": Kind("Z-Image, 1024 x 1024", z_image, {**_SQUARE, "guidance_scale": 0.0}, (8,), ("8GiB", "11GiB"),
+                    build_s=20, run_s=25),
     "qwen": Kind("Qwen-Image, 1024 x 1024", qwen, {**_SQUARE, "true_cfg_scale": 1.0}, (4, 8),
-                 ("8GiB", "11GiB", "22GiB"), (), 60, 50),
+                 ("8GiB", "11GiB", "22GiB"), build_s=40, run_s=50),
     "sd35": Kind("SD3.5-large, 1024 x 1024", sd35, {**_SQUARE, "guidance_scale": 1.0}, (4, 8),
-                 ("8GiB", "11GiB", "22GiB"), (), 30, 30),
+                 ("8GiB", "11GiB", "22GiB"), build_s=25, run_s=30),
     "wan": Kind("Wan 2.1 14B, 81 frames of 832 x 480", wan, _CLIP, (4,), ("8GiB", "11GiB", "22GiB"),
-                ("diffusers-group:22GiB", "diffusers-model:36GiB"), 60, 90),
+                ("diffusers-group:22GiB", "diffusers-model:36GiB"), build_s=45, run_s=90),
     "wan22": Kind("Wan 2.2 A14B, 81 frames of 832 x 480", lambda is_tiny: wan(is_tiny, experts=True), _CLIP, (4,),
-                  ("8GiB", "11GiB", "22GiB"), (), 90, 100),
+                  ("8GiB", "11GiB", "22GiB"), build_s=90, run_s=100),
     "hunyuan": Kind("HunyuanVideo, 33 frames of 832 x 480", hunyuan,
-                    {"height": 480, "width": 832, "num_frames": 33}, (4,), ("11GiB", "22GiB"), (), 60, 60),
+                    {"height": 480, "width": 832, "num_frames": 33}, (4,), ("11GiB", "22GiB"), build_s=45, run_s=45),
 }  # fmt: skip
 _TINY_CALL = {"height": 64, "width": 64}
 
@@ -395,10 +399,13 @@ def in_child(context: Any, work: Callable[..., dict[str, Any]], *given: Any, lim
     return row
 
 
-def run_case(pipe: Any, kind: Kind, way: str, budget: str | None, is_tiny: bool) -> dict[str, Any]:
+def run_case(
+    pipe: Any, kind: Kind, way: str, budget: str | None, is_tiny: bool, lengths: tuple[int, ...]
+) -> dict[str, Any]:
     """The row of one case, whatever happens in it."""
     torch.set_num_threads(os.cpu_count() or 1)
     row: dict[str, Any] = {"way": way, "limit": budget}
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()  # No figures of earlier cases.
     on_gpu = not is_tiny
     try:
         if on_gpu:
@@ -413,15 +420,15 @@ def run_case(pipe: Any, kind: Kind, way: str, budget: str | None, is_tiny: bool)
         if attached is not None:
             row["plan"] = str(attached.explain())[:3000]
         begin = time.perf_counter()
-        few = kind.steps[0]
+        few = lengths[0]
         first = draw(pipe, kind, few, WORDS[0], is_tiny=is_tiny)
         row |= {"first_s": round(time.perf_counter() - begin, 2), "image": digest(first), "seconds": {}, "reserved": {}}
         row["finite"] = bool(first.isfinite().all())
         if on_gpu:
             row["reserved"]["first"] = gib(torch.cuda.max_memory_reserved())
         slow = way in ("diffusers-model", "diffusers-sequential")
-        for steps in kind.steps[:1] if slow else kind.steps:
-            for words in (WORDS if steps < 20 else WORDS[:1]) if not slow else WORDS[1:]:
+        for steps in lengths:
+            for words in WORDS[1:] if slow else WORDS:
                 if on_gpu:
                     torch.cuda.reset_peak_memory_stats()
                     torch.cuda.synchronize()
@@ -434,8 +441,9 @@ def run_case(pipe: Any, kind: Kind, way: str, budget: str | None, is_tiny: bool)
                 if on_gpu:
                     row["reserved"][key] = max(gib(torch.cuda.max_memory_reserved()), row["reserved"].get(key, 0.0))
                     row["allocated"] = max(gib(torch.cuda.max_memory_allocated()), row.get("allocated", 0.0))
-        row["latents"] = digest(draw(pipe, kind, few, WORDS[0], is_tiny=is_tiny, latents=True))
-        row["phases_s"] = phases(pipe, kind, is_tiny)
+        if few == kind.steps[0]:
+            row["latents"] = digest(draw(pipe, kind, few, WORDS[0], is_tiny=is_tiny, latents=True))
+            row["phases_s"] = phases(pipe, kind, is_tiny)
         if attached is not None:
             row["stats"] = str(attached.stats())[:1500]
             row["plan_of_last"] = str(attached.explain())[:1500]
@@ -444,13 +452,16 @@ def run_case(pipe: Any, kind: Kind, way: str, budget: str | None, is_tiny: bool)
     return row
 
 
-def cases(kind: Kind) -> list[tuple[str, str, str | None]]:
-    """Name, way and limit, the whole model first."""
-    found: list[tuple[str, str, str | None]] = [("resident", "resident", None)]
-    found += [(budget, "samovar", budget) for budget in reversed(kind.budgets)]
+def cases(kind: Kind) -> list[tuple[str, str, str | None, tuple[int, ...]]]:
+    """Name, way, limit and numbers of steps, the whole model first."""
+    found: list[tuple[str, str, str | None, tuple[int, ...]]] = [("resident", "resident", None, kind.steps)]
+    for budget in reversed(kind.budgets):
+        found.append((budget, "samovar", budget, kind.steps if not kind.longer else kind.steps[:1]))
+        longer = kind.steps[1:] if budget in kind.longer else ()
+        found += [(f"{budget} {steps} steps", "samovar", budget, (steps,)) for steps in longer]
     for peer in kind.peers:
         way, _, limit = peer.partition(":")
-        found.append((way, way, limit))
+        found.append((way, way, limit, kind.steps if way == "diffusers-group" else kind.steps[:1]))
     return found
 
 
@@ -460,11 +471,12 @@ def compare(rows: Mapping[str, Any]) -> None:
     if not isinstance(base, dict) or "error" in base:
         return
     for row in rows.values():
-        if isinstance(row, dict) and "images" in row and "latents" in row:
+        if isinstance(row, dict) and "images" in row and "error" not in row:
             shared = set(row["images"]) & set(base["images"])
             row["same_images"] = sum(row["images"][key] == base["images"][key] for key in shared)
             row["of_images"] = len(shared)
-            row["same_latents"] = row["latents"] == base["latents"]
+            if "latents" in row:
+                row["same_latents"] = row["latents"] == base["latents"]
             row["repeats"] = row["images"].get(f"{next(iter(row['seconds']))}/0", row["image"]) == row["image"]
             row["of_resident"] = {n: round(s / base["seconds"][n], 3) for n, s in row["seconds"].items()}
 
@@ -480,10 +492,10 @@ def main() -> int:
     wanted = [word for word in options.only.split(",") if word]
     for name, kind in KINDS.items():
         due = []
-        for case, way, limit in cases(kind)[: 1 if options.tiny else None]:
+        for case, way, limit, lengths in cases(kind)[: 1 if options.tiny else None]:
             full = f"{name}/{case}"
             if (not wanted or name in wanted or full in wanted) and parts.is_missing(full):
-                due.append((full, way, limit))
+                due.append((full, way, limit, lengths))
         if not due or not parts.is_due(due[0][0], kind.build_s + kind.run_s):
             continue
         begin = time.perf_counter()
@@ -491,10 +503,11 @@ def main() -> int:
         print(f"{kind.title}: built in {time.perf_counter() - begin:.0f} s", flush=True)
         gc.collect()
         gc.freeze()
-        for full, way, limit in due:
+        for full, way, limit, lengths in due:
             if not parts.is_due(full, kind.run_s):
                 continue
-            parts.note(full, in_child(context, run_case, pipe, kind, way, limit, options.tiny, limit_s=kind.run_s * 4))
+            given = pipe, kind, way, limit, options.tiny, lengths
+            parts.note(full, in_child(context, run_case, *given, limit_s=kind.run_s * 4))
         del pipe
         gc.unfreeze()
         gc.collect()

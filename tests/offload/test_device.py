@@ -14,9 +14,11 @@ from samovar.offload.cuda import CudaStage
 from samovar.offload.device import move_arguments
 from samovar.offload.files import Source, Unpinned
 from samovar.offload.layout import ALIGNMENT, MIN_PIECE, view_of
+from samovar.offload.measured import Timer
 from samovar.offload.pinned import new_chunk
 from samovar.offload.ring import Ring, RingSpace, Timeline, least_capacity
 from samovar.offload.stats import OffloadStats, TimeStats
+from samovar.offload.streaming import Timing
 
 from .holding import CASES, Holder
 
@@ -364,3 +366,19 @@ def test_arguments_that_are_on_the_device_stay_the_callers_own() -> None:
     assert moved[0] is there
     assert moved[1][0].is_meta
     assert moved[2] is kept
+
+
+def test_times_of_blocks_are_those_without_decoding_beside_them() -> None:
+    stage = HostStage()
+    timer = Timer(stage)
+    for _ in range(3):
+        timer.begin("")
+        for path, seconds in (("blocks.0", 1.0), ("blocks.1", 3.0)):
+            timer.begin(path)
+            stage.timeline.compute(seconds)
+            timer.end(path)
+        timer.end("")
+    known = Timing(7.0, {"vae": 1.0}, decoding_s=0.5)
+    timing = timer.timing("model", known, 1.0)
+    assert timing.block_s == pytest.approx({"model.blocks.0": 0.75, "model.blocks.1": 2.25})
+    assert (timing.bus_bytes_s, timing.compute_s, timing.decoding_s) == (7.0, {"vae": 1.0}, 0.5)

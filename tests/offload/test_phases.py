@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from samovar.trace.dry_run import RequestSize, dry_run
 from .card import Card
 
 SIZE = {"height": 32, "width": 32}
+NAMES = ("transformer", "text_encoder", "text_encoder_2", "vae")
 WORDS = {"prompt": "a cat", "max_sequence_length": 8}
 
 
@@ -314,3 +316,12 @@ def test_what_is_called_in_turns_is_on_the_device_together(tmp_path: Path) -> No
     loads = offloaded.stats().component_loads
     assert max(loads["controlnet"], loads["transformer"]) <= 3, "once or twice a run, and not in every step"
     offloaded.detach()
+
+
+def test_another_plan_is_followed_once_runs_have_lost_what_it_takes_to_move(pipe: Any) -> None:
+    """Runs of few and of many steps may take turns, and moving takes seconds."""
+    offloaded = prepare_offload(pipe, config(2**30, dict.fromkeys(NAMES, 0)), stage=Card(2**30))
+    for_many = replace(offloaded.plan, step_s=0.05, once_s=0.5)
+    for_few = replace(offloaded.plan, step_s=0.1, once_s=0.0, others=(for_many,))
+    taken = [offloaded._moved(for_few, steps).step_s for steps in (28, 28, 4, 28)]
+    assert taken == [0.1, 0.1, 0.1, 0.05], "each run of 28 steps loses 0.9 s"

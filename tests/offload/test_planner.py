@@ -256,14 +256,28 @@ def on_h200(
 
 
 def test_layers_are_computed_ahead_only_where_that_pays_within_a_run(flux: tuple[ComponentSize, ...]) -> None:
-    assert not on_h200(flux, 4, steps=4).computes_ahead
+    assert not on_h200(flux, 4, steps=1).computes_ahead
     found = on_h200(flux, 4, steps=28)
     assert found.computes_ahead
-    ahead_from = [on_h200(flux, 4, steps=steps).computes_ahead for steps in range(4, 29)]
+    ahead_from = [on_h200(flux, 4, steps=steps).computes_ahead for steps in range(1, 29)]
     assert ahead_from == sorted(ahead_from)
     time_alone = (replace(flux[0], ahead=replace(flux[0].ahead, reads_text=False)), *flux[1:])  # type: ignore[arg-type]
     assert on_h200(time_alone, 4, steps=4).computes_ahead, "once for many runs"
     assert on_h200(flux, 4, steps=28, precompute=False).computes_ahead is False
+
+
+def test_decoding_takes_time_from_compute(flux: tuple[ComponentSize, ...]) -> None:
+    """Weights cross the bus as they are, where that is quicker than to decode them beside computing."""
+    given = {"gpu_memory": 22 * GIB, "activations": FLUX_NEEDS, "steps": 20}
+    free = planned(flux, timing=replace(H200, decoding_s=0.0), **given).component("transformer")
+    dear = planned(flux, timing=replace(H200, decoding_s=0.002), **given).component("transformer")
+    assert free.decoding_s == dear.decoding_s == 0.0 or free.is_coded
+    assert not dear.is_coded
+    few = planned(flux, timing=replace(H200, decoding_s=0.002), **{**given, "gpu_memory": 5 * GIB})
+    part = few.component("transformer")
+    assert part.is_coded, "the bus is slower even so"
+    assert part.decoding_s == pytest.approx(0.002 * (part.num_bytes - part.ahead_bytes) / GIB, rel=0.3)
+    assert (part.forward_s or 0.0) >= 0.174 + 0.9 * part.decoding_s
 
 
 @pytest.mark.parametrize(
@@ -404,5 +418,6 @@ def test_plans_for_other_numbers_of_steps_are_at_hand() -> None:
     assert few.steps == 1
     assert {id(one) for one in few.others} <= {id(found), *map(id, found.others)}
     assert few.at(28, worth=0.999).run_s(28) <= found.run_s(28) * 1.001
+    assert few.at(28).run_s(28) == min(one.run_s(28) for one in (few, *few.others))
     assert found.at(28, worth=0.5).components == found.components, "what gains little is not worth the way"
     assert "others" not in found.to_dict()

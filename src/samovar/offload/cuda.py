@@ -12,7 +12,7 @@ import torch
 
 from ..arch.devices import read_device
 from ..core.errors import SettingError
-from .coding import Coded, Form, encode, fast_decoder
+from .coding import Coded, Form, decode_into, encode, fast_decoder
 from .device import Buffer, Stage, bring
 from .pinned import new_chunk
 from .ring import Mark
@@ -24,6 +24,8 @@ _PORTABLE = 1
 _OVER = 2**25
 """How far torch's allocator may pass its limit: it rounds up to pages of 20 MiB once it has looked at it."""
 _PROBE_BYTES, _PROBES = 2**26, 8
+_BESIDE = 2.5
+"""Beside computing, decoding takes 2.5 times as long as alone: FLUX.1 on an H200."""
 _MAX_CODERS, _CODER_BYTES = 4, 2**29
 """Threads that compress weights, and device memory that one takes at most."""
 
@@ -65,7 +67,7 @@ class CudaStage(Stage):
         self._runtime = _cuda.cudart()
         self._last_computing = self._computing()
         """The stream of the last call."""
-        self._bus_bytes_s = 0.0
+        self._bus_bytes_s = self._decoding_s = 0.0
 
     def _computing(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device.index)  # A number is looked up quickest.
@@ -193,6 +195,21 @@ class CudaStage(Stage):
                 self.unregister(source.data_ptr())
             self._bus_bytes_s = _PROBES * _PROBE_BYTES / self.seconds_between(start, end)
         return self._bus_bytes_s
+
+    def measure_decoding(self) -> float:
+        if not self._decoding_s and self.decodes_fast:
+            with torch.inference_mode(False):
+                words = torch.randn(_PROBE_BYTES // 2, device=self.device).bfloat16()
+                coded = self.encode(words)
+                assert coded is not None, "normal weights can be coded"
+                room, target = coded.data.to(self.device), torch.empty_like(words).view(torch.uint8)
+            decode_into(coded.form, room, target)
+            start = self.mark_time()
+            for _ in range(_PROBES):
+                decode_into(coded.form, room, target)
+            taken = self.seconds_between(start, self.mark_time())
+            self._decoding_s = _BESIDE * taken / (_PROBES * _PROBE_BYTES) * 2**30
+        return self._decoding_s
 
     def mark_time(self) -> torch.cuda.Event:
         event: torch.cuda.Event = _cuda.Event(enable_timing=True)

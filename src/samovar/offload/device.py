@@ -230,6 +230,10 @@ class Stage(DeviceQueues):
     def measure_bus(self) -> float:
         """Bytes per second from pinned host memory to the device."""
 
+    def measure_decoding(self) -> float:
+        """Seconds that decoding a GiB of weights takes from compute beside it."""
+        return 0.0
+
     @abstractmethod
     def mark_time(self) -> Any:
         """A point in the compute queue for `seconds_between`."""

@@ -94,8 +94,6 @@ class TierPlan:
     """Bytes of each buffer that unpinned weights pass through; 0 if none is needed."""
     plain: frozenset[Key] = frozenset()
     """Groups for whose compressed copies there is no room: they are pinned as they are."""
-    may_pin_all: bool = False
-    """Whether there is room for what is sent ahead of the steps, too, should it be sent often."""
 
     def tier(self, key: Key) -> Tier:
         return self.tiers.get(key, "pinned")
@@ -148,8 +146,8 @@ def uses_of(
     for size in sizes:
         placed = plan.component(size.name)
         if placed.ahead_bytes:
-            use((size.name, TIME_LAYERS), placed.ahead_bytes, "ahead")
             size = size.ahead or size
+            use((size.name, TIME_LAYERS), placed.ahead_bytes, "run" if size.reads_text else "ahead")
         if placed.placement == "resident":
             continue
         kept: Crossing = "once" if placed.placement == "streams" and not plan.take_turns else "run"
@@ -189,8 +187,7 @@ def plan_tiers(groups: Sequence[WeightUse], host_memory: int | None, *, host_byt
     used = [pinned.get(group.key, group) for group in groups]
     plain = frozenset(use.key for use, group in zip(used, groups, strict=True) if use.coded_bytes < group.coded_bytes)
     held = anonymous + buffers + sum(use.cost for use in pinned.values())
-    may_pin_all = fits and held + ahead <= min(budget, pinnable)
-    return TierPlan(tiers, _parts(used, tiers), held, host_memory, buffer, plain, may_pin_all)
+    return TierPlan(tiers, _parts(used, tiers), held, host_memory, buffer, plain)
 
 
 def _unpinned(use: WeightUse) -> Tier:

@@ -15,7 +15,7 @@ import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from .history import History
 from .sizes import ComponentSize
 from .streaming import Timing
 
-_VERSION = 1
+_VERSION = 2
 _MARGIN, _SPARE = 0.02, 256 * 2**20
 """What is added to what a component was seen to need, since inputs vary and torch's allocator leaves holes."""
 _Span = tuple[Any, Any]
@@ -58,15 +58,18 @@ class Timer:
         self._last = now if path else None
         self._forwards += not path
 
-    def timing(self, name: str, known: Timing) -> Timing:
-        """What is known, with the times of a component of that name."""
+    def timing(self, name: str, known: Timing, decoding_s: float) -> Timing:
+        """What is known, with the times of a component of that name, of which decoding took some in each forward."""
 
         def seconds(spans: Sequence[_Span]) -> list[float]:
             return [self._stage.seconds_between(*span) for span in spans]
 
         blocks = {f"{name}.{path}": statistics.median(seconds(spans)) for path, spans in self._blocks.items()}
         rest = {name: sum(seconds(self._rest)) / self._forwards} if self._forwards else {}
-        return Timing(known.bus_bytes_s, known.compute_s, {**known.block_s, **blocks}, {**known.rest_s, **rest})
+        whole = sum(blocks.values()) + sum(rest.values())
+        share = max(whole - decoding_s, whole / 2) / whole if whole else 1.0
+        blocks, rest = ({name: share * taken for name, taken in times.items()} for times in (blocks, rest))
+        return replace(known, block_s={**known.block_s, **blocks}, rest_s={**known.rest_s, **rest})
 
 
 def with_margin(num_bytes: int) -> int:

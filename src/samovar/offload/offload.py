@@ -59,8 +59,8 @@ from .streaming import Timing
 from .time_layers import TimeLayers, choose_layers, may_have_time_layers, with_layers_of, with_time_layers
 
 _UNLIMITED = 2**62
-_WORTH_MOVING = 0.9
-"""Another plan is followed, though the one before would do, if a run takes less than this share of its time with it."""
+_MOVING_S = 2.0
+"""Another plan is followed, though the one before would do, once runs have lost this time, about what it takes."""
 _ATTEMPTS = 3
 """Calls of a component that runs out of memory although the plan said that it would not."""
 _MORE, _MORE_BYTES = 0.1, 2**27
@@ -122,6 +122,8 @@ class Offloaded(Handle, PipelineHook):
         """By component: the layers that are computed ahead."""
         self.not_ahead: dict[str, str] = {}
         """By component: which layers stay what they are though they see time alone, and why."""
+        self._lost_s = 0.0
+        """What runs have lost, as far as is known, since another plan would have been quicker."""
         self._num_runs = 0
         self._inside = threading.local()
         """The components that a thread is calling."""
@@ -182,11 +184,15 @@ class Offloaded(Handle, PipelineHook):
             free = self.stage.free_bytes()
             tensors = [tensor for c in self._components.values() for tensor in c.component.tensors()]
             budget = _UNLIMITED if free is None else free + num_bytes_of(filter(self.stage.is_here, tensors))
-        timing = config.timing or history.timing or Timing(self.stage.measure_bus())
+        timing = config.timing or history.timing or self._speeds()
         known = self._activations_for(config) if budget not in (None, _UNLIMITED) else None
         if budget == _UNLIMITED:
             known = Activations(dict.fromkeys(self._components, 0), "")
         return plan_offload(self._sizes, replace(config, gpu_memory=budget, timing=timing), known, history)
+
+    def _speeds(self) -> Timing:
+        """What is known of the device alone."""
+        return Timing(self.stage.measure_bus(), decoding_s=self.stage.measure_decoding())
 
     def _activations_for(self, config: OffloadConfig) -> Activations | None:
         """What a run without weights shows, unless the settings say it all."""
@@ -274,7 +280,7 @@ class Offloaded(Handle, PipelineHook):
                 install_hook(self._hooks, module, HOOK, hook)
         for name, component in self._components.items():
             if plan.component(name).ahead_bytes:
-                how = self.stage, self._host, self._lock, tiers.tier((name, TIME_LAYERS)), tiers.may_pin_all
+                how = self.stage, self._host, self._lock, tiers.tier((name, TIME_LAYERS))
                 layers = self.time_layers[name] = TimeLayers(component.whole, *how)
                 layers.install(self._hooks)
             is_unseen = (name in movers or bool(plan.component(name).note)) and self._is_unseen(name, plan)
@@ -338,10 +344,10 @@ class Offloaded(Handle, PipelineHook):
             component.timer = Timer(self.stage)
 
     def _end_timing(self) -> None:
-        timing = self.history.timing or Timing(self.stage.measure_bus())
+        timing = self.history.timing or self._speeds()
         for name, component in self._components.items():
             if component.timer is not None:
-                timing = component.timer.timing(name, timing)
+                timing = component.timer.timing(name, timing, self.plan.component(name).decoding_s)
                 self.history = replace(self.history, timing=timing)
             component.timer = None
 
@@ -384,20 +390,21 @@ class Offloaded(Handle, PipelineHook):
         if larger is not None:
             self.replan(**vars(larger))
         elif self._is_outdated():
-            plan = self._plan_with_layers(self.config)
-            plans = [plan, *plan.others]
-            same = next((one for one in plans if _structure(one) == _structure(self.plan)), None)
-            if same is not None:
-                others = tuple(one for one in plans if one is not same)
-                plan = replace(same, others=others).at(plan.steps, _WORTH_MOVING)
-            self._move_to(plan)
+            self._move_to(self._plan_with_layers(self.config))
         elif self.config.steps is None and steps is not None:
-            self._move_to(self.plan.at(steps, _WORTH_MOVING))
+            self._move_to(self._moved(self.plan, steps))
+
+    def _moved(self, plan: OffloadPlan, steps: int) -> OffloadPlan:
+        """A plan, or the best for a run of so many steps once its runs have lost as much time as it takes to move."""
+        best = plan.at(steps)
+        self._lost_s += plan.run_s(steps) - best.run_s(steps)
+        return best if self._lost_s >= _MOVING_S else replace(plan, steps=steps)
 
     def _move_to(self, plan: OffloadPlan) -> None:
         """Follow another plan, which takes seconds, if that changes what is done."""
         if _structure(plan) != _structure(self.plan):
             self._follow(plan, self._tiers_for(self.config, plan))
+            self._lost_s = 0.0
         self.plan, self._is_timed = plan, self.history.timing is not None
 
     def _is_outdated(self) -> bool:

@@ -22,7 +22,7 @@ from ..trace.activations import Activations
 from .config import OffloadConfig
 from .history import History
 from .sizes import ComponentSize, format_bytes, format_least
-from .streaming import Streaming, Timing, area_bytes, best_streaming, least_bytes, with_times
+from .streaming import Streaming, Timing, area_bytes, best_streaming, decoding_seconds, least_bytes, with_times
 
 Placement = Literal["resident", "turns", "streams"]
 PHASES = {"encoder": "encode", "companion": "denoise", "denoiser": "denoise", "vae": "decode"}
@@ -76,6 +76,8 @@ class ComponentPlan:
     """Bytes of layers that depend on time alone. They are computed ahead of the steps, and neither stay nor stream."""
     is_coded: bool = False
     """Whether what streams crosses the bus compressed, without loss."""
+    decoding_s: float = 0.0
+    """Seconds that decoding it takes from compute in one forward."""
     graph_bytes: int = 0
     """Memory of its graphs, where its forwards are recorded; always taken."""
     is_known: bool = True
@@ -141,7 +143,7 @@ class OffloadPlan:
         """Expected seconds of a run with a number of steps."""
         return steps * self.step_s + self.once_s
 
-    def at(self, steps: int, worth: float) -> OffloadPlan:
+    def at(self, steps: int, worth: float = 1.0) -> OffloadPlan:
         """The plan for another number of steps: this one, or one of the others whose runs take less than a share of its
         time."""
         plans = [self, *self.others]
@@ -363,7 +365,8 @@ class _Planner:
             step_s += forward_s * (1 - self.config.skipped) / len(denoisers)
             if part.ahead_bytes and size.ahead is not None:
                 runs = 1 if size.ahead.reads_text else _RUNS_OF_A_SCHEDULE
-                once_s += part.ahead_bytes / min(ASSUMED_COPY, plan.bus_bytes_s) / runs
+                speed = plan.bus_bytes_s if runs == 1 else min(ASSUMED_COPY, plan.bus_bytes_s)
+                once_s += part.ahead_bytes / speed / runs
         return replace(plan, step_s=step_s, once_s=once_s)
 
     def _check_mode(self) -> None:
@@ -499,6 +502,7 @@ class _Planner:
         spare = self.spares.get(size.name, 0)
         is_tight = size.name in self.history.narrow or (self.budget is not None and self.budget - taken < spare)
         beside = self._beside(size, others, taken + spare)
+        moving = [block for block in size.blocks if block.path in way.streamed]
         return ComponentPlan(
             size.name,
             size.role,
@@ -516,6 +520,7 @@ class _Planner:
             resident_s=resident_s,
             ahead_bytes=size.ahead_bytes,
             is_coded=way.area_bytes > 0,
+            decoding_s=decoding_seconds(moving, self.timing) if way.area_bytes else 0.0,
             graph_bytes=self._graph_bytes(size) if one.streaming is None else 0,
             is_known=size.name not in self.unknown,
             beside_bytes=beside,

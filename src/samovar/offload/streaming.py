@@ -23,8 +23,8 @@ _CLOSE = 1.005
 _HIDDEN = 0.4
 """The share of the copying that compute is assumed to hide where no time is known: that of FLUX on an H200."""
 _WORTH_CODING, _BUSY_BUS = 0.97, 0.9
-"""Weights are compressed if that takes a forward below this share of its time, as it takes seconds to set up; or if the
-bus were busy for more than this share of it."""
+"""Weights are compressed if that takes a forward below this share of its time, as it takes seconds to set up; or if it
+takes no longer, and the bus were busy for more than this share of it."""
 SECONDS = kind("seconds by name", lambda value: isinstance(value, Mapping) and all(map(is_number, value.values())))
 
 
@@ -36,6 +36,7 @@ class Timing(Settings, param="timing"):
     compute_s: Mapping[str, float] = setting(
         dict, SECONDS, "By component name, seconds of one forward with all weights on the device."
     )
+    decoding_s: float = setting(0.0, number(0), "Seconds of compute that it takes to decode a GiB of weights.")
     block_s: Mapping[str, float] = setting(
         dict, SECONDS, 'By "component.block_path", seconds of one block. By default in proportion to its bytes.'
     )
@@ -91,7 +92,7 @@ def best_streaming(component: ComponentSize, room: int | None, timing: Timing, c
     if plain is None or coded is None or compress == "lossless":
         return coded or plain
     is_busy = plain.sent_bytes > _BUSY_BUS * plain.forward_s * timing.bus_bytes_s
-    return coded if is_busy or coded.forward_s < _WORTH_CODING * plain.forward_s else plain
+    return coded if coded.forward_s < (1 if is_busy else _WORTH_CODING) * plain.forward_s else plain
 
 
 def choose_streaming(component: ComponentSize, room: int | None, timing: Timing) -> Streaming | None:
@@ -120,11 +121,21 @@ def _candidates(component: ComponentSize, room: int | None, timing: Timing) -> I
                 moving = [block for block in blocks if block.path in streamed]
                 kept = component.num_bytes - sum(block.num_bytes for block in moving)
                 if kept + ring_bytes + area < component.num_bytes:
-                    seconds = pass_seconds(
-                        blocks, streamed, ring_bytes, timing, rest_s, waits=component.ahead_bytes > 0
-                    )
+                    timed = [_with_decoding(block, timing) if block.path in streamed else block for block in blocks]
+                    seconds = pass_seconds(timed, streamed, ring_bytes, timing, rest_s, waits=component.ahead_bytes > 0)
                     sent = sum(sum(block.sent) for block in moving)
                     yield Streaming(streamed, ring_bytes, kept, sent, seconds, area)
+
+
+def _with_decoding(block: BlockSize, timing: Timing) -> BlockSize:
+    """A block with the time that decoding its weights takes from compute, which it runs beside."""
+    return replace(block, compute_s=block.compute_s + decoding_seconds([block], timing))
+
+
+def decoding_seconds(blocks: Iterable[BlockSize], timing: Timing) -> float:
+    """Seconds of compute that it takes to decode blocks that cross the bus compressed."""
+    pairs = ((piece, sent) for block in blocks for piece, sent in zip(block.pieces, block.sent, strict=True))
+    return timing.decoding_s * sum(piece for piece, sent in pairs if piece != sent) / 2**30
 
 
 def _choices(blocks: Sequence[BlockSize], allowed: Sequence[BlockSize], needed: int) -> set[frozenset[str]]:

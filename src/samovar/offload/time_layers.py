@@ -51,8 +51,6 @@ MIN_IN_BLOCKS, MIN_OUTSIDE = 2**20, 2**26
 """Bytes of the smallest layers that are worth it. Outside of blocks a layer also runs in steps that a cache skips."""
 _MAX_FORMS = 8
 """Forms of calls that are kept."""
-_MAX_UNPINNED = 4
-"""Visits to the device from memory that is not pinned: few for models that need one for each number of steps alone."""
 _MAX_KEPT = 2**29
 """Bytes of rows that are kept of each form of call."""
 _MAX_MISSES = 2
@@ -272,16 +270,13 @@ class _Forward:
 class TimeLayers:
     """The time-only layers of one component."""
 
-    def __init__(
-        self, component: Component, stage: Stage, host: HostMemory, lock: threading.RLock, tier: Tier, may_pin: bool
-    ) -> None:
+    def __init__(self, component: Component, stage: Stage, host: HostMemory, lock: threading.RLock, tier: Tier) -> None:
         self.layers = dict(component.time_layers)
         self.lock = lock
         """Held while the model is called."""
         self.stats = stage.stats.ahead.setdefault(component.name, TimeStats())
         self.stats.layers, self.stats.num_bytes = len(self.layers), tensor_bytes(list(self.layers.values()))
         self._tier: Tier = tier
-        self._num_visits, self._may_pin = 0, may_pin
         self._name, self._model, self._stage, self._host = component.name, unwrapped(component.module), stage, host
         self._groups = {
             id(layer): WeightGroup(f"{component.name}.{path}", TensorFinder(layer), stage, host)
@@ -304,17 +299,14 @@ class TimeLayers:
 
     def install(self, undo: contextlib.ExitStack) -> None:
         """Put hooks on the layers, and keep their weights on the host."""
-        self._adopt(self._tier)
-        for path, layer in self.layers.items():
-            install_hook(undo, layer, HOOK, _LayerHook(self, path))
-
-    def _adopt(self, tier: Tier) -> None:
         with self._host.adopting():
             for group in self._groups.values():
-                group.tier = tier
+                group.tier = self._tier
             self._changes = [group.update() for group in self._groups.values()]
-        if tier == "pinned":
+        if self._tier == "pinned":
             self._host.pin(sources_of(self._groups.values()))
+        for path, layer in self.layers.items():
+            install_hook(undo, layer, HOOK, _LayerHook(self, path))
 
     def restore(self) -> None:
         """Let the weights go for good."""
@@ -389,7 +381,6 @@ class TimeLayers:
         row = known.find(key_of(inputs))
         self.settle()  # The device was waited for just now.
         if row is None:
-            self._pin_if_it_pays()
             steps = [inputs, *(coming_inputs(run, inputs) if known.is_guessing else ())]
             row = known.compute(self._model, steps, self._visiting, self._stage)
             self.stats.computed_steps += len(steps)
@@ -407,13 +398,6 @@ class TimeLayers:
                 self._known.popitem(last=False)
         self._known.move_to_end(form)
         return self._known[form]
-
-    def _pin_if_it_pays(self) -> None:
-        """The layers visit the device once more."""
-        self._num_visits += 1
-        if self._may_pin and self._num_visits > _MAX_UNPINNED:
-            self._may_pin = False
-            self._adopt("pinned")
 
     def _check_model(self, is_new_run: bool) -> Hashable:
         """Drop what depends on weights or parts of the model that have changed. What depends on how its adapters are
