@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from asking import ask, pixels, result_of, together, worker_of
 
 from pipelines import tiny_flux_pipeline
 from samovar.engine import Listener, Progress, Worker
-from samovar.engine.meeting import CHANGES_PER_WAIT, Call, Meeting, choose_role
+from samovar.engine.meeting import CHANGES_PER_WAIT, Meeting, Member, choose_role
 from samovar.hooks import HookRegistry, ModelHook
 from simulated import SimulatedRecorder, recording_by
 
@@ -263,23 +262,25 @@ def test_streamed_weights_are_paid_once_for_all(folder: Path, alone: Worker, off
     worker.close()
 
 
-def call(role: str, number: int, since: float, priority: int = 0, deadline: float = float("inf")) -> Call:
-    member: Any = SimpleNamespace(priority=priority, deadline=deadline)
-    return Call(member, role, number, since)
+def member(role: str, number: int, since: float, **how: Any) -> Member:
+    return Member(role=role, number=number, since=since, **how)
 
 
 @pytest.mark.parametrize(
     ("calls", "expected"),
     [
-        ([call("denoiser", 1, 9.0), call("encoder", 2, 9.0)], "denoiser"),  # A change is not worth it yet.
-        ([call("encoder", 2, 9.0), call("vae", 1, 9.0)], "vae"),  # Nothing is left to do here.
-        ([call("denoiser", 1, 9.0), call("encoder", 2, 9.9 - CHANGES_PER_WAIT)], "encoder"),  # It has waited enough.
-        ([call("denoiser", 1, 9.0), call("encoder", 2, 9.0, priority=1)], "encoder"),
-        ([call("denoiser", 1, 9.0, priority=1), call("encoder", 2, 9.0, priority=1)], "denoiser"),
-        ([call("denoiser", 1, 9.0), call("vae", 2, 9.0, deadline=9.5)], "vae"),
+        ([member("denoiser", 1, 9.0), member("encoder", 2, 9.0)], "denoiser"),  # A change is not worth it yet.
+        ([member("encoder", 2, 9.0), member("vae", 1, 9.0)], "vae"),  # Nothing is left to do here.
+        (
+            [member("denoiser", 1, 9.0), member("encoder", 2, 9.9 - CHANGES_PER_WAIT)],
+            "encoder",
+        ),  # It has waited enough.
+        ([member("denoiser", 1, 9.0), member("encoder", 2, 9.0, priority=1)], "encoder"),
+        ([member("denoiser", 1, 9.0, priority=1), member("encoder", 2, 9.0, priority=1)], "denoiser"),
+        ([member("denoiser", 1, 9.0), member("vae", 2, 9.0, deadline=9.5)], "vae"),
     ],
 )
-def test_a_phase_goes_on_until_another_is_worth_a_change(calls: list[Call], expected: str) -> None:
+def test_a_phase_goes_on_until_another_is_worth_a_change(calls: list[Member], expected: str) -> None:
     assert choose_role(calls, "denoiser", now=10.0, change_s=1.0) == expected
 
 

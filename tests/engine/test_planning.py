@@ -11,10 +11,9 @@ from asking import ask, pixels, worker_of
 
 from pipelines.gguf_files import write_gguf
 from samovar.arch.quantised import KINDS
-from samovar.compose import AttachConfig
 from samovar.core.errors import ModelError, SettingError
 from samovar.engine.models import load_pipeline
-from samovar.engine.planning import choose_quantization, make_plan
+from samovar.engine.planning import make_plan
 from samovar.engine.quantize import Quantization
 from samovar.offload import OffloadConfig
 
@@ -31,7 +30,7 @@ def test_each_choice_has_its_memory_and_traffic() -> None:
     assert list(found) == ["exact", "int8", "fp8", "int4", "nf4"]
     assert found["exact"].weight_bytes > 1.9 * found["int8"].weight_bytes > 3 * found["int4"].weight_bytes
     assert found["exact"].bus_bytes > found["int8"].bus_bytes > found["int4"].bus_bytes
-    assert made.plan is found["exact"].plan, "nothing is quantised unless asked"
+    assert made.plan == found["exact"].plan, "nothing is quantised unless asked"
     assert made.choices[1][-1] == "taken"
     assert [len(row) for row in made.choices] == [5] * 6
     assert made.to_dict()["choices"][1]["name"] == "int8"
@@ -79,14 +78,8 @@ def test_quantised_folders_and_files(folder: Path, tmp_path: Path) -> None:
         setting = Quantization.read({part: "int8"}, CPU)
         load_pipeline(folder, torch.float32, quantization=setting).save_pretrained(saved)
         if quantised:
-            for choose in (
-                lambda where: make_plan(where, ROOMY, {}, loss="int8"),
-                lambda where: choose_quantization(
-                    Path(where), torch.float32, CPU, AttachConfig.of(gpu_memory="1GiB", device=CPU), {}, "int8"
-                ),
-            ):
-                with pytest.raises(ModelError, match="is quantised already: transformer as torchao Int8"):
-                    choose(str(saved))
+            with pytest.raises(ModelError, match="is quantised already: transformer as torchao Int8"):
+                make_plan(str(saved), ROOMY, {}, loss="int8")
             assert make_plan(str(saved), ROOMY, TINY).choices[1][0] == "torchao Int8WeightOnlyConfig"
         else:
             made = make_plan(str(saved), ROOMY, TINY, loss="int8")
@@ -110,7 +103,6 @@ def test_the_engine_takes_exact_weights_where_they_fit_and_else_climbs_down_and_
     assert said.why.endswith("exact weights do not fit.")
     drawn = pixels(worker.make(ask())).tobytes()
     assert pixels(worker_of(folder, quantization="fp8").make(ask())).tobytes() == drawn, "those weights, and no others"
-    config = AttachConfig.of(gpu_memory="1GiB", device=CPU)
-    taken, why = choose_quantization(folder, torch.float32, CPU, config, TINY, "int4")
-    assert taken is None
-    assert "'nf4' does not run on cpu" in why
+    made = make_plan(str(folder), ROOMY, TINY, loss="int4", device=CPU)
+    assert made.taken == "exact"
+    assert "'nf4' does not run on cpu" in made.why

@@ -86,7 +86,7 @@ def _plan(options: argparse.Namespace) -> int:
         return 0
     print(made.plan, *[made.tiers] * made.plan.offloads_anything, sep="\n")
     if made.choices:
-        print("", *aligned(made.choices, right=(1, 2, 3)), f"\n{made.why}", sep="\n")
+        print("", *aligned(made.choices, right=(1, 2, 3)), f"\n{made.why[:1].upper()}{made.why[1:]}", sep="\n")
     return 0
 
 

@@ -14,9 +14,10 @@ from ..arch.modular import adapt
 from ..builtin import BUILTIN_MODELS, MAX_SIDE
 from ..cache import TunedFor
 from ..core.errors import SettingError
+from ..offload.quantization_choice import EXACT
 from .models import fetch_model, find_loader, load_pipeline, resolve_dtype
 from .outputs import output_fields
-from .planning import choose_quantization
+from .planning import make_plan
 from .quantize import Quantization
 from .request import OmniDiffusionSamplingParams
 from .settings import OmniDiffusionConfig
@@ -75,13 +76,10 @@ def _quantization(
     config: OmniDiffusionConfig, folder: Path, dtype: torch.dtype, defaults: OmniDiffusionSamplingParams
 ) -> tuple[Quantization | None, str]:
     """What to quantise, and why."""
-    attached, quantised, offload = config.attach_config, config.quantised(), config.attach_config.offload
-    if config.loss is None or config.loss == "exact" or offload is None:
+    attached, device, quantised = config.attach_config, config.execution_device(), config.quantised()
+    if config.loss in (None, EXACT) or attached.offload is None:
         return quantised, "asked for" if quantised is not None else ""
-    size = {
-        "height": defaults.height,
-        "width": defaults.width,
-        "frames": defaults.num_frames,
-        "batch": config.max_batch,
-    }
-    return choose_quantization(folder, dtype, config.execution_device(), attached, size, config.loss)
+    size = {"height": defaults.height, "width": defaults.width, "frames": defaults.num_frames}
+    how: dict[str, Any] = {"dtype": dtype, "loss": config.loss, "device": device, "attached": attached}
+    made = make_plan(str(folder), attached.offload, size | {"batch": config.max_batch}, **how)
+    return None if made.taken == EXACT else Quantization.read(made.taken, device), made.why

@@ -46,41 +46,35 @@ SAMPLES_HELD = 4
 
 @dataclass(eq=False)
 class Member:
-    """A run that takes part."""
+    """A run that takes part, and what it waits for."""
 
-    priority: int
-    deadline: float
+    priority: int = 0
+    deadline: float = math.inf
     """When it must have begun."""
-    adapters: Hashable
+    adapters: Hashable = ()
     """What the model must have switched on."""
-    is_cancelled: Callable[[], bool]
-    random_state: list[torch.Tensor]
+    is_cancelled: Callable[[], bool] = lambda: False
+    random_state: list[torch.Tensor] = field(default_factory=list)
     """Of torch's own generators, while another run has its turn."""
     turn: threading.Event = field(default_factory=threading.Event)
     has_begun: bool = False
     held_bytes: int = 0
     """What it keeps on the device while it waits, once it has come to the denoiser."""
-
-
-@dataclass(eq=False)
-class Call:
-    """A run that waits: to go on, or at a module of some role."""
-
-    member: Member
-    role: str
-    number: int
-    since: float
+    role: str | None = None
+    """What it waits for: to go on, or a module of some role; None while it is computed."""
+    number: int = 0
+    since: float = 0.0
     rows: Rows = NO_ROWS
     """What is to be computed of a denoiser. Elsewhere the run computes it itself, in its turn."""
-    batch: list[Call] = field(default_factory=list)
-    """The calls to compute with it, for the one that is first among them."""
+    batch: Sequence[Member] = ()
+    """Those to compute with it, for the one that is first among them."""
     output: Any = None
     error: BaseException | None = None
 
     @property
     def rank(self) -> tuple[int, int]:
         """Higher priorities are first; among equals, those that came first: so each run gets a step in turn."""
-        return -self.member.priority, self.number
+        return -self.priority, self.number
 
     def compute(self) -> None:
         """Its own output, or its own error."""
@@ -91,19 +85,26 @@ class Call:
                 raise
             self.error = error
 
+    def take(self) -> Any:
+        """What was computed for it; raises what went wrong."""
+        output, self.output = self.output, None
+        if self.error is not None:
+            raise self.error
+        return output
 
-def choose_role(calls: Sequence[Call], current: str, now: float, change_s: float) -> str:
+
+def choose_role(waiting: Sequence[Member], current: str | None, now: float, change_s: float) -> str | None:
     """The phase to go on with: the current one, unless nothing waits for it, or something that is more urgent has
     waited for another."""
-    here = [call for call in calls if call.role == current]
-    most = max((call.member.priority for call in here), default=-math.inf)
+    here = [member for member in waiting if member.role == current]
+    most = max((member.priority for member in here), default=-math.inf)
     due = [
-        call
-        for call in calls
-        if call.role != current
-        and (call.member.priority > most or now >= min(call.member.deadline, call.since + CHANGES_PER_WAIT * change_s))
+        member
+        for member in waiting
+        if member.role != current
+        and (member.priority > most or now >= min(member.deadline, member.since + CHANGES_PER_WAIT * change_s))
     ]
-    return min(due or here or calls, key=lambda call: call.rank).role
+    return min(due or here or waiting, key=lambda member: member.rank).role
 
 
 class Meeting(Handle):
@@ -126,9 +127,9 @@ class Meeting(Handle):
         self._lock = threading.Lock()
         self._holder: Member | None = None
         self._open: list[Member] = []
-        self._waiting: list[Call] = []
         self._numbers = itertools.count()
-        self._role, self._change_s, self._changed_at = "", 0.0, 0.0
+        self._role: str | None = ""
+        self._change_s = self._changed_at = 0.0
         self._random_state: list[torch.Tensor] = []
         """What it was before any run began."""
         self._limits: dict[Hashable, int] = {}
@@ -148,19 +149,13 @@ class Meeting(Handle):
     # ------------------------------------------------------------------------------------------ turns
 
     @contextlib.contextmanager
-    def member(
-        self,
-        is_cancelled: Callable[[], bool] = lambda: False,
-        adapters: Hashable = (),
-        priority: int = 0,
-        deadline: float = math.inf,
-    ) -> Iterator[None]:
-        """A run, inside of which no other one runs but while this one waits."""
+    def member(self, **how: Any) -> Iterator[None]:
+        """A run, inside of which no other one runs but while this one waits. `how`: fields of `Member`."""
         with self._lock:
             if not self._open:
                 self._random_state = random_state()
             # Each begins with it, and leaves it behind.
-            member = Member(priority, deadline, adapters, is_cancelled, self._random_state)
+            member = Member(random_state=self._random_state, **how)
             self._open.append(member)
         token = _member.set(member)
         try:
@@ -173,46 +168,42 @@ class Meeting(Handle):
                 if self._holder in (None, member):
                     self._pass_on()
 
-    def _wait(self, member: Member, role: str, rows: Rows = NO_ROWS) -> Call:
+    def _wait(self, member: Member, role: str, rows: Rows = NO_ROWS) -> None:
         """Let others run until it is this run's turn; raises why there is none. All is then what it was before."""
-        call = Call(member, role, next(self._numbers), time.monotonic(), rows)
         if self._holder is member:
             member.random_state = random_state()
         with self._lock:
-            self._waiting.append(call)
+            member.role, member.number, member.since = role, next(self._numbers), time.monotonic()
+            member.rows, member.batch = rows, ()
             if self._holder in (None, member):
                 self._pass_on()
-        try:
-            member.turn.wait()
-        except BaseException:  # An interrupt.
-            with self._lock:
-                self._waiting = [each for each in self._waiting if each is not call]
-            raise
+        member.turn.wait()
         member.turn.clear()
         self._switch(member.adapters)
         set_random_state(member.random_state)
-        if call.error is not None:
-            raise call.error
-        return call
+        if member.error is not None:
+            raise member.error
 
     def _pass_on(self) -> None:
         """Give the turn to a run that can go on, or else to the first of those that wait for one phase."""
-        for call in self._waiting:
-            if call.role != GO_ON and call.member.is_cancelled():
-                call.role, call.error = GO_ON, CancelledRequestError("The request was cancelled.")
-        self._holder = None
-        ready = [call for call in self._waiting if call.role == GO_ON and (call.member.has_begun or self._has_room())]
+        waiting = [member for member in self._open if member.role is not None]
+        for member in waiting:
+            if member.role != GO_ON and member.is_cancelled():
+                member.role, member.error = GO_ON, CancelledRequestError("The request was cancelled.")
+        ready = [member for member in waiting if member.role == GO_ON and (member.has_begun or self._has_room())]
+        at_doors = [member for member in waiting if member.role != GO_ON]
+        self._holder = holder = None
         if ready:
-            batch = [min(ready, key=lambda call: call.rank)]
-        elif any(call.role != GO_ON for call in self._waiting):
-            batch = self._next_batch()
-            batch[0].batch = batch
-        else:
-            return
-        self._waiting = [call for call in self._waiting if call not in batch]
-        self._holder = batch[0].member
-        self._holder.has_begun = True
-        self._holder.turn.set()
+            holder = min(ready, key=lambda member: member.rank)
+            holder.role = None
+        elif at_doors:
+            holder, *_ = batch = self._next_batch(at_doors)
+            holder.batch = batch
+            for member in batch:
+                member.role = None
+        if holder is not None:
+            holder.has_begun, self._holder = True, holder
+            holder.turn.set()
 
     def _has_room(self) -> bool:
         """Whether memory is planned for one more run."""
@@ -220,17 +211,18 @@ class Meeting(Handle):
         more = len(held) + 1 - self._max_batch
         return self._room_bytes is None or more <= 0 or more * max(held) <= self._room_bytes
 
-    def _next_batch(self) -> list[Call]:
-        """The first call of the phase to go on with, and those that can be merged with it."""
-        now, calls = time.monotonic(), [call for call in self._waiting if call.role != GO_ON]
-        role = choose_role(calls, self._role, now, self._change_s)
+    def _next_batch(self, waiting: Sequence[Member]) -> list[Member]:
+        """The first of the phase to go on with, and those that can be merged with it."""
+        now = time.monotonic()
+        role = choose_role(waiting, self._role, now, self._change_s)
         self._enter(role, now)
-        first, *others = sorted((call for call in calls if call.role == role), key=lambda call: call.rank)
+        here = sorted((member for member in waiting if member.role == role), key=lambda member: member.rank)
+        first, *others = here
         limit = self._limits.get(first.rows.form, self._max_batch)
-        fitting = (call for call in others if first.rows.fits(call.rows))
+        fitting = (member for member in others if first.rows.fits(member.rows))
         return [first, *itertools.islice(fitting, limit - 1)]
 
-    def _enter(self, role: str, now: float) -> None:
+    def _enter(self, role: str | None, now: float) -> None:
         if self._role != role:
             self.num_changes += bool(self._role)
             self._role, self._changed_at = role, now
@@ -271,39 +263,34 @@ class Meeting(Handle):
         self, module: torch.nn.Module, names: Sequence[str], member: Member, forward: Forward, given: Given
     ) -> Any:
         state = id(module), member.adapters, self._generations[module].check()
-        call = self._wait(member, DENOISER, Rows.of(given, names, forward, state))
-        if not call.batch:  # Another run has computed it.
-            return call.output
-        try:
-            self._compute(call.batch)
-        except BaseException:  # An interrupt: those that it should have computed find another.
-            with self._lock:
-                self._waiting += call.batch[1:]
-            raise
-        with self._lock:
-            for other in call.batch[1:]:
-                other.role = GO_ON
-                self._waiting.append(other)
-        self._note_change()
-        if call.error is not None:
-            raise call.error
-        return call.output
+        self._wait(member, DENOISER, Rows.of(given, names, forward, state))
+        others = member.batch[1:]
+        if member.batch:  # Else another run has computed it.
+            try:
+                self._compute(member.batch)
+            finally:  # After an interrupt, those that it should have computed wait for another.
+                with self._lock:
+                    is_over = all(each.output is not None or each.error for each in others)
+                    for other in others:
+                        other.role = GO_ON if is_over else DENOISER
+            self._note_change()
+        return member.take()
 
-    def _compute(self, batch: list[Call]) -> None:
+    def _compute(self, batch: Sequence[Member]) -> None:
         """Compute the calls of a batch, each with its output or its own error."""
         form, is_known = batch[0].rows.form, batch[0].rows.form in self._limits
-        outputs = merged(*(call.rows for call in batch)) if len(batch) > 1 and is_known else None
+        outputs = merged(*(member.rows for member in batch)) if len(batch) > 1 and is_known else None
         if outputs is not None:
             self.num_merged += len(batch)
-            for call, output in zip(batch, outputs, strict=True):
-                call.output = output
+            for member, output in zip(batch, outputs, strict=True):
+                member.output = output
             return
-        for call in batch:
-            call.compute()
+        for member in batch:
+            member.compute()
         if len(batch) > 1:
             self._limits[form] = max(1, len(batch) // 2) if is_known else self._limit(*batch[:2])
 
-    def _limit(self, one: Call, other: Call) -> int:
+    def _limit(self, one: Member, other: Member) -> int:
         """How many calls of a form may be computed at once: one if their rows are not independent."""
         while len(self._limits) >= MAX_FORMS:
             del self._limits[next(iter(self._limits))]

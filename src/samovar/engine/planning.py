@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,11 +31,13 @@ class MadePlan:
 
     plan: OffloadPlan
     tiers: TierPlan
-    rungs: tuple[Rung, ...] = ()
-    choices: tuple[tuple[str, ...], ...] = ()
+    taken: str
+    """"exact", or the kind of quantised weights."""
+    rungs: tuple[Rung, ...]
+    choices: tuple[tuple[str, ...], ...]
     """The rungs as rows of a table."""
-    why: str = ""
-    """Which rung is taken, and why."""
+    why: str
+    """Why that one is taken, and others are not."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -49,47 +50,60 @@ def make_plan(
     config: OffloadConfig,
     size: Size,
     *,
-    dtype: str | None = None,
+    dtype: torch.dtype | str | None = None,
     quantization: QuantizationSetting = None,
     loss: str | None = None,
     bus: str | None = None,
+    device: torch.device | None = None,
+    attached: AttachConfig | None = None,
 ) -> MadePlan:
-    """The plan for a model's folder, a class of diffusers, without weights."""
+    """The plan for a model's folder, or a class of diffusers, without weights. `device`: choose among what runs there;
+    without one it is a plan for any machine, and nothing need be installed here but what reads the file. `attached`:
+    what the model will run with."""
     check_loss(loss, quantization, config)
+    # Not the bus as measured, which ranks would measure differently: they must choose alike.
     config = replace(config, timing=config.timing or _read_bus(bus))
-    parts = read_parts(source, getattr(torch, dtype) if dtype else None)
-    # A plan is for any machine, so nothing need be installed here but what reads the file.
-    chosen = Quantization.read(quantization, None)
-    if loss is not None:
-        _refuse_quantised(source, parts)
-    parts = parts if chosen is None else chosen.applied(parts)
-    stored = ", ".join(dict.fromkeys(part.kind for part in parts.values() if part.role == "denoiser" and part.kind))
-    rungs, way = _rungs(source, parts, config, size, [EXACT] if stored else [EXACT, *KINDS])
+    parts = read_parts(source, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    stored = _stored(parts)
+    if stored and loss is not None:
+        kinds = ", ".join(f"{name} as {kind}" for name, kind in stored.items())
+        raise ModelError(f"{source} is quantised already: {kinds}. Leave out loss.")
+    if (chosen := Quantization.read(quantization, None)) is not None:
+        parts = chosen.applied(parts)
+        stored = _stored(parts)
+    problems = {} if device is None else {name: _problem(name, device) for name in KINDS}
+    names = [] if stored else [name for name in KINDS if not problems.get(name)]
+    rungs, way = _rungs(source, parts, config, size, [EXACT, *names], attached)
     if stored:  # It is what it is: there is nothing to choose.
-        rungs = [replace(rungs[0], name=stored)]
-        made = replace(_choose(rungs, None), choices=tuple(table_of(rungs, {})), why="")
-    else:
-        made = _choose(rungs, loss)
-    if way == Way():
-        return made
-    notes = (*made.plan.notes, f"{way.chosen}, since gpu_memory is not enough otherwise")
-    return replace(made, plan=replace(made.plan, notes=notes))
-
-
-def _choose(rungs: Sequence[Rung], loss: str | None) -> MadePlan:
-    """The plan of the choice to take, and the others beside it."""
-    if loss is None:
-        taken, why = rungs[0], "Nothing is quantised unless --loss or --quantization says so"
-    else:
-        allowed = {EXACT, *(kind.name for kind in kinds_within(loss))}
+        rungs = [replace(rungs[0], name=", ".join(dict.fromkeys(stored.values())))]
+    taken, why = rungs[0], "" if stored else "nothing is quantised unless --loss or --quantization says so."
+    if loss is not None:
+        allowed = [EXACT, *(kind.name for kind in kinds_within(loss))]
         taken, why = choose_rung([rung for rung in rungs if rung.name in allowed])
+        why = " ".join([f"{why}.", *(problems[name] for name in allowed if problems.get(name))])
     if taken.plan is None or taken.tiers is None:
         fitting = ", ".join(rung.name for rung in rungs if rung.plan is not None)
         raise SettingError(taken.problem + f" Or quantise: {fitting} would fit." * bool(fitting), param="gpu_memory")
     packages = {name: QUANTISERS[kind.package] for name, kind in KINDS.items()}
-    notes = {name: f"needs {package.requirement}" for name, package in packages.items() if package.problem()}
-    choices = tuple(table_of(rungs, notes | {taken.name: "taken"}))
-    return MadePlan(taken.plan, taken.tiers, tuple(rungs), choices, f"{why[0].upper()}{why[1:]}.")
+    marks = {name: f"needs {package.requirement}" for name, package in packages.items() if package.problem()}
+    choices = tuple(table_of(rungs, {} if stored else marks | {taken.name: "taken"}))
+    notes = () if way == Way() else (f"{way.chosen}, since gpu_memory is not enough otherwise",)
+    plan = replace(taken.plan, notes=(*taken.plan.notes, *notes))
+    return MadePlan(plan, taken.tiers, taken.name, tuple(rungs), choices, why)
+
+
+def _stored(parts: Parts) -> dict[str, str]:
+    """The denoisers that are quantised already, and how."""
+    return {name: part.kind for name, part in parts.items() if part.role == "denoiser" and part.kind}
+
+
+def _problem(name: str, device: torch.device) -> str:
+    """Why a kind does not run here; empty if it does."""
+    try:
+        check_kind(name, device)
+    except SettingError as error:
+        return str(error)
+    return ""
 
 
 def _read_bus(bus: str | None) -> Timing:
@@ -105,7 +119,7 @@ def _rungs(
     config: OffloadConfig,
     size: Size,
     names: Iterable[str],
-    attached: AttachConfig | None = None,
+    attached: AttachConfig | None,
 ) -> tuple[list[Rung], Way]:
     """What each choice would take, with VAEs that decode in the first way for which the budget is enough, as in
     `attach`."""
@@ -139,33 +153,3 @@ def check_loss(loss: str | None, quantization: QuantizationSetting, config: Offl
             "'12GiB', or say which with quantization.",
             param="loss",
         )
-
-
-def choose_quantization(
-    folder: Path, dtype: torch.dtype, device: torch.device, attached: AttachConfig, size: Size, loss: str
-) -> tuple[Quantization | None, str]:
-    """Of what may be lost, the quantisation that fits and sends the fewest bytes over the bus, and why.
-
-    `attached`: what the model will run with.
-    """
-    config = attached.offload
-    assert config is not None, "there is no budget without offload"
-    parts = read_parts(str(folder), dtype)
-    _refuse_quantised(str(folder), parts)
-    config = replace(config, timing=config.timing or Timing(ASSUMED_BUS))  # Ranks must choose alike.
-    names, left = [EXACT], list[str]()
-    for kind in kinds_within(loss):
-        try:
-            names.append(check_kind(kind.name, device).name)
-        except SettingError as error:
-            left.append(str(error))
-    rungs, _ = _rungs(str(folder), parts, config, size, names, attached)
-    taken, why = choose_rung(rungs)
-    return None if taken.name == EXACT else Quantization.read(taken.name, device), " ".join([f"{why}.", *left])
-
-
-def _refuse_quantised(source: str, parts: Parts) -> None:
-    """Refuse to choose for denoisers that are quantised already."""
-    kinds = [f"{name} as {part.kind}" for name, part in parts.items() if part.role == "denoiser" and part.kind]
-    if kinds:
-        raise ModelError(f"{source} is quantised already: {', '.join(kinds)}. Leave out loss.")

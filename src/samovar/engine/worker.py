@@ -248,7 +248,9 @@ class Worker:
             self._switch(request.lora)
             return contextlib.nullcontext()
         deadline = math.inf if request.deadline_s is None else time.monotonic() + request.deadline_s
-        return self._meeting.member(listener.is_cancelled, request.lora, request.priority, deadline)
+        return self._meeting.member(
+            is_cancelled=listener.is_cancelled, adapters=request.lora, priority=request.priority, deadline=deadline
+        )
 
     def _precision(self, request: Request) -> contextlib.AbstractContextManager[None]:
         if request.exact and not self._is_auto:
