@@ -24,7 +24,7 @@ from samovar.core.errors import (
     SettingError,
 )
 from samovar.engine import Event, Listener, Preview, Progress, Request, Worker, call_pipeline
-from samovar.engine.notes import notes_on
+from samovar.engine.calling import notes_on
 from samovar.hooks import HookRegistry, ModelHook
 
 

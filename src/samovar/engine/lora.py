@@ -21,7 +21,7 @@ from ..core.adapters import adapter_layers, switch_adapters
 from ..core.errors import ModelError, SettingError
 from ..core.files import brief, heard, read_json, reading
 from ..hooks import Handle
-from .hub import HUB_NAME, downloading
+from .models import HUB_NAME, downloading
 from .request import Adapter
 
 LoraSetting = Mapping[str, str | Path] | None

@@ -24,9 +24,7 @@ from typing import Any
 
 import torch
 
-from ..core import nested
 from ..core.errors import CancelledRequestError
-from ..core.tensor_parts import num_bytes_of
 from ..hooks import Handle, HookOrder, ModelHook, install_hook, is_watched
 from ..hooks.roles import parameter_names
 from ..trace.model_state import Generation
@@ -40,8 +38,6 @@ GO_ON = ""
 MAX_FORMS = 256
 CHANGES_PER_WAIT = 8.0
 """A run waits for another phase this many times as long as a change of phase takes, while there is work in this one."""
-SAMPLES_HELD = 4
-"""Latents, predictions and states of the scheduler that a run keeps, in sizes of what the denoiser is given."""
 
 
 @dataclass(eq=False)
@@ -57,9 +53,6 @@ class Member:
     random_state: list[torch.Tensor] = field(default_factory=list)
     """Of torch's own generators, while another run has its turn."""
     turn: threading.Event = field(default_factory=threading.Event)
-    has_begun: bool = False
-    held_bytes: int = 0
-    """What it keeps on the device while it waits, once it has come to the denoiser."""
     role: str | None = None
     """What it waits for: to go on, or a module of some role; None while it is computed."""
     number: int = 0
@@ -113,17 +106,15 @@ class Meeting(Handle):
     def __init__(
         self,
         doors: Mapping[str, Sequence[torch.nn.Module]],
-        components: Mapping[str, Any],
+        pipeline: Any,
         max_batch: int,
         switch: Callable[[Any], None] = lambda adapters: None,
-        room_bytes: int | None = None,
     ) -> None:
-        """`doors`: denoisers, and, where to change between phases takes time, what is called in the others.
-        `room_bytes`: device memory for runs beyond those whose steps are computed at once, if that is limited."""
+        """`doors`: denoisers, and, where to change between phases takes time, what is called in the others."""
         super().__init__()
         self.num_merged = self.num_changes = 0
         """Calls that were computed together with others, and changes of phase."""
-        self._max_batch, self._switch, self._room_bytes = max_batch, switch, room_bytes
+        self._max_batch, self._switch = max_batch, switch
         self._lock = threading.Lock()
         self._holder: Member | None = None
         self._open: list[Member] = []
@@ -134,8 +125,8 @@ class Meeting(Handle):
         """What it was before any run began."""
         self._limits: dict[Hashable, int] = {}
         """By form, how many calls are computed at once: 1 if they are not independent, fewer if memory was short."""
-        self._kept = KeptState(components)
-        self._generations = {module: Generation(module, module.modules) for module in doors[DENOISER]}
+        self._kept = KeptState(pipeline)
+        self._generations = {module: Generation(module, module.modules) for module in doors.get(DENOISER, ())}
         self._phases = frozenset(doors)
         for role, modules in doors.items():
             for module in modules:
@@ -190,7 +181,7 @@ class Meeting(Handle):
         for member in waiting:
             if member.role != GO_ON and member.is_cancelled():
                 member.role, member.error = GO_ON, CancelledRequestError("The request was cancelled.")
-        ready = [member for member in waiting if member.role == GO_ON and (member.has_begun or self._has_room())]
+        ready = [member for member in waiting if member.role == GO_ON]
         at_doors = [member for member in waiting if member.role != GO_ON]
         self._holder = holder = None
         if ready:
@@ -202,14 +193,8 @@ class Meeting(Handle):
             for member in batch:
                 member.role = None
         if holder is not None:
-            holder.has_begun, self._holder = True, holder
+            self._holder = holder
             holder.turn.set()
-
-    def _has_room(self) -> bool:
-        """Whether memory is planned for one more run."""
-        held = [member.held_bytes for member in self._open if member.has_begun]
-        more = len(held) + 1 - self._max_batch
-        return self._room_bytes is None or more <= 0 or more * max(held) <= self._room_bytes
 
     def _next_batch(self, waiting: Sequence[Member]) -> list[Member]:
         """The first of the phase to go on with, and those that can be merged with it."""
@@ -240,12 +225,10 @@ class Meeting(Handle):
         if member is None or member is not self._holder or is_watched():
             return forward(*given)
         is_alone = len(self._open) == 1
-        if role == DENOISER:
-            member.held_bytes = max(member.held_bytes, SAMPLES_HELD * num_bytes_of(nested.tensors(given)))
-            if not is_alone and self._kept.may_wait(module):
-                return self._meet(module, names, member, forward, given)
-        else:
+        if role != DENOISER:
             self.wait_for(role)
+        elif not is_alone and self._kept.may_wait(module):
+            return self._meet(module, names, member, forward, given)
         self._enter(role, time.monotonic())
         output = forward(*given)
         self._note_change()

@@ -7,7 +7,7 @@ the same calls alone, and runs take turns within a model only if it keeps nothin
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,14 +109,8 @@ def are_independent(one: Rows, other: Rows, alone: tuple[Any, Any]) -> bool:
 class KeptState:
     """Whether a model keeps something from one call of its denoiser to the next, as the first calls show."""
 
-    def __init__(self, components: Mapping[str, Any]) -> None:
-        self.problem = ""
-        parts = {name: part for name, part in components.items() if isinstance(part, torch.nn.Module)}
-        self._modules = {
-            f"{name}.{path}".rstrip("."): module
-            for name, part in parts.items()
-            for path, module in part.named_modules()
-        }
+    def __init__(self, pipeline: Any) -> None:
+        self.problem, self._pipeline = "", pipeline
         self._before: dict[torch.nn.Module, tuple[object, dict[str, list[Any]]]] = {}
         """By denoiser: the run that called it last, and what all modules kept then."""
         self._known = set[torch.nn.Module]()
@@ -142,8 +136,9 @@ class KeptState:
     def _kept(self) -> dict[str, list[Any]]:
         """What modules keep beside their weights, by path: each part, its value or which object it is, and how often a
         tensor was written."""
+        parts = [pair for pair in self._pipeline.components.items() if isinstance(pair[1], torch.nn.Module)]
         kept = {}
-        for path, module in self._modules.items():
+        for path, module in itertools.chain.from_iterable(part.named_modules(prefix=name) for name, part in parts):
             entries = vars(module).items()
             own = {name: part for name, part in entries if name not in _NOT_STATE and not name.startswith("_samovar")}
             for place, part in nested.leaves(own, path):

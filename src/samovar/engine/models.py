@@ -17,11 +17,11 @@ import torch
 from ..arch.folder import WEIGHTS, check_folder, check_loaded, pipeline_class
 from ..builtin import BUILTIN_MODELS
 from ..core.errors import ModelError, SettingError, nearest
-from ..core.files import INDEX, brief, heard, index_file, reading
+from ..core.files import INDEX, brief, first_line, heard, index_file, reading
 from ..core.interop import pipelines_by_task
-from .hub import HUB_NAME, downloading
 from .quantize import GGUF, Quantization, loading_arguments
 
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LOADING = threading.Lock()
 
 
@@ -46,6 +46,18 @@ def find_model(model: str) -> Path | None:
         f"{brief(model)} is not a built-in model, a folder with a {INDEX}, or a model of the hub such as 'owner/name'. "
         f"{nearest(model, BUILTIN_MODELS)}"
     )
+
+
+@contextlib.contextmanager
+def downloading(what: str, remedy: str = "") -> Iterator[None]:
+    """Name what is not there, or cannot be reached."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{what} is not here and could not be downloaded from the hub: {first_line(error)} Check the name and the "
+            f"network{remedy}."
+        ) from error
 
 
 def fetch_model(model: str, *, trust_remote_code: bool = False) -> Path:

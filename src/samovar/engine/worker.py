@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -32,15 +33,13 @@ from ..core.errors import (
     SettingError,
 )
 from ..hooks import hook_pipeline, pipeline_hooks, running
-from .calling import call_pipeline
+from .calling import call_pipeline, failure, notes_on
 from .embeddings import Embeddings
 from .events import SILENT, GenerationResult, Listener, Outcome
 from .facts import PipelineFacts, facts_of
-from .failures import failure
 from .loading import Loaded, adopt, load_model
 from .lora import Adapters
 from .meeting import DENOISER, ENCODER, Meeting
-from .notes import notes_on
 from .outputs import take_outputs
 from .request import OmniDiffusionSamplingParams, Request, saved_defaults
 from .settings import OmniDiffusionConfig
@@ -51,15 +50,6 @@ RUNS_PER_PLACE = 2
 """Requests that are begun for each that is computed at a time: a short one need not wait for the end of long ones."""
 RAISED_BY_ALL_RANKS = (CancelledRequestError, NanLatentsError, SettingError)
 """All ranks raise these at the same place. After other errors, the other ranks may wait for the one that failed."""
-
-
-class Made(NamedTuple):
-    """What one call of the pipeline has made."""
-
-    outputs: Sequence[Any]
-    stats: Any
-    """The cache's, if there is one."""
-    notes: Sequence[str]
 
 
 class Usage(NamedTuple):
@@ -84,7 +74,6 @@ class Worker:
         self._tuned = saved_defaults(config.cache)
         self._pipelines: queue.LifoQueue[Any] = queue.LifoQueue()
         """Those that no run has."""
-        self._meeting: Meeting | None = None
         with contextlib.ExitStack() as undo:
             loaded = load_model(config, components) if pipeline is None else adopt(config, pipeline)
             undo.callback(loaded.restore)
@@ -116,9 +105,14 @@ class Worker:
         features = tiled_if_needed(pipeline, features.for_requests(**size, batch=self.max_batch))
         self._attached = undo.enter_context(Attached(pipeline, features))
         self._why_quantised = loaded.why_quantised
-        if not self._alone:
-            self._open_meeting(undo)
-        self._embeddings = Embeddings(partial(self._meeting.wait_for, ENCODER) if self._meeting else lambda: None)
+        offloaded = self._attached.offloaded
+        has_budget = offloaded is not None and offloaded.plan.budget_bytes is not None
+        self.max_runs = self.max_batch * (1 if self._alone or has_budget else RUNS_PER_PLACE)
+        """Requests that it can have at once: some wait while others are computed."""
+        self._meeting = self._open_meeting(undo)
+        self._embeddings = Embeddings(partial(self._meeting.wait_for, ENCODER))
+        for _ in range(self.max_runs - 1):
+            self._pipelines.put(self._copied(undo))
         self._pipelines.put(pipeline)  # Last in, so that it is what a request alone is made with.
         self.facts: PipelineFacts = replace(
             facts,
@@ -129,21 +123,16 @@ class Worker:
             explanation=self.explain(),
         )
 
-    def _open_meeting(self, undo: contextlib.ExitStack) -> None:
-        """Let requests meet at the denoiser, each with a copy of the pipeline."""
-        parts = {name: part for name, part in self.pipeline.components.items() if part is not None}
-        found = ModuleDiscovery.discover(self.pipeline)
-        doors: dict[str, list[torch.nn.Module]] = {DENOISER: list(map(unwrapped, found.dits))}
-        room = None
-        if self._attached.offloaded is not None:
-            plan = self._attached.offloaded.plan
-            for role, modules in {ENCODER: found.encoders, "vae": found.vaes}.items() if plan.take_turns else ():
-                # Some are called by their parts, as VAEs are.
-                doors[role] = [part for module in modules for part in (module, *module.children())]
-            room = None if plan.budget_bytes is None else max(0, plan.budget_bytes - plan.peak_bytes)
-        self._meeting = undo.enter_context(Meeting(doors, parts, self.max_batch, self._switch, room))
-        for _ in range(self.max_runs - 1):
-            self._pipelines.put(self._copied(undo))
+    def _open_meeting(self, undo: contextlib.ExitStack) -> Meeting:
+        """Where requests take turns, and meet at the denoiser if they may."""
+        doors, offloaded = dict[str, list[torch.nn.Module]](), self._attached.offloaded
+        if not self._alone:
+            found = ModuleDiscovery.discover(self.pipeline)
+            doors[DENOISER] = list(map(unwrapped, found.dits))
+            if offloaded is not None and offloaded.plan.take_turns:  # Some are called by their parts, as VAEs are.
+                for role, modules in {ENCODER: found.encoders, "vae": found.vaes}.items():
+                    doors[role] = [part for module in modules for part in (module, *module.children())]
+        return undo.enter_context(Meeting(doors, self.pipeline, self.max_batch, self._switch))
 
     def _copied(self, undo: contextlib.ExitStack) -> Any:
         """The pipeline with the same parts and hooks, but what a call keeps in itself, as its scheduler does."""
@@ -162,12 +151,7 @@ class Worker:
     @property
     def why_alone(self) -> str:
         """Why requests are served one at a time; empty if they meet."""
-        return self._alone if self._meeting is None else self._meeting.problem
-
-    @property
-    def max_runs(self) -> int:
-        """Requests that it can have at once: some wait while others are computed."""
-        return 1 if self._alone else RUNS_PER_PLACE * self.max_batch
+        return self._alone or self._meeting.problem
 
     def explain(self) -> Explanation:
         """What is attached now, and what it has done."""
@@ -198,25 +182,30 @@ class Worker:
 
     def _make(self, request: Request, listener: Listener) -> GenerationResult:
         started = time.perf_counter()
-        request = replace(request, params=replace(request.params, seed=self._from_first_rank(request.params.seed or 0)))
-        runs = self._each([partial(self._run, request, index, listener) for index in range(request.num_images)])
+        request = replace(request, params=replace(request.params, seed=self._agree(request.params.seed or 0)))
+        tasks = [partial(self._run, request, index, listener) for index in range(request.num_images)]
+        outputs, stats, notes = zip(*self._each(tasks), strict=True)
         return GenerationResult(
             request.prompt,
-            tuple(output for run in runs for output in run.outputs),
-            tuple(request.seeds[index] for index, run in enumerate(runs) for _ in run.outputs),
+            tuple(chain.from_iterable(outputs)),
+            tuple(seed for seed, made in zip(request.seeds, outputs, strict=True) for _ in made),
             request.params,
             time.perf_counter() - started,
-            notes=tuple(dict.fromkeys(note for run in runs for note in run.notes)),
-            cache=tuple(run.stats for run in runs if run.stats is not None),
+            notes=tuple(dict.fromkeys(chain.from_iterable(notes))),
+            cache=tuple(each for each in stats if each is not None),
             lora=request.lora,
         )
 
-    def _run(self, request: Request, index: int, listener: Listener) -> Made:
-        """One output of a request, by a call of the pipeline."""
+    def _run(self, request: Request, index: int, listener: Listener) -> tuple[Sequence[Any], Any, Sequence[str]]:
+        """One output of a request, by a call of the pipeline; what the cache did for it; and notes."""
         pipeline, cache = self._pipelines.get(), None if request.exact else self._attached.cache
         watch = StepWatch(pipeline, request, index, listener, cache, self.facts.size or (None, None), self._agree)
+        deadline = math.inf if request.deadline_s is None else time.monotonic() + request.deadline_s
+        turn = self._meeting.member(
+            is_cancelled=listener.is_cancelled, adapters=request.lora, priority=request.priority, deadline=deadline
+        )
         try:
-            with self._turn(request, listener), self._precision(request), running(pipeline):
+            with turn, self._precision(request), running(pipeline):
                 with self._embeddings.kept(pipeline), follow_steps(watch):
                     output = call_pipeline(pipeline, [request.prompt], [request.seeds[index]], request.arguments or {})
                 outputs = take_outputs(self.facts.output, output, self.facts.fps(request.params))
@@ -224,14 +213,11 @@ class Worker:
                 notes = [*notes_on(request, outputs, pipeline, self._tuned)]
             if request.num_previews and watch.no_preview:
                 notes.insert(0, f"there was no preview: {watch.no_preview}")
-            return Made(outputs, stats, notes)
-        except SamovarError:
-            raise
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                raise  # Ctrl-C.
-            missing = self.facts.inputs.missing(request.arguments or {})
-            problem = failure(error, self.facts.class_name, self.facts.output.kind, request, missing)
+            return outputs, stats, notes
+        except Exception as error:
+            if isinstance(error, SamovarError):
+                raise
+            problem = failure(error, self.facts, request)
             if not isinstance(problem, OutOfMemoryError):
                 raise problem from error
         finally:
@@ -241,16 +227,6 @@ class Worker:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         raise problem
-
-    def _turn(self, request: Request, listener: Listener) -> contextlib.AbstractContextManager[None]:
-        """Its adapters are switched on, and no other run has the interpreter, but while it waits for others."""
-        if self._meeting is None:
-            self._switch(request.lora)
-            return contextlib.nullcontext()
-        deadline = math.inf if request.deadline_s is None else time.monotonic() + request.deadline_s
-        return self._meeting.member(
-            is_cancelled=listener.is_cancelled, adapters=request.lora, priority=request.priority, deadline=deadline
-        )
 
     def _precision(self, request: Request) -> contextlib.AbstractContextManager[None]:
         if request.exact and not self._is_auto:
@@ -290,16 +266,12 @@ class Worker:
         """Detach everything from the pipeline, which frees its memory."""
         self._undo.close()
 
-    def _agree(self, flag: bool) -> bool:
-        return bool(self._from_first_rank(flag))
-
-    def _from_first_rank(self, value: int) -> int:
+    def _agree(self, value: T) -> T:
         """Rank 0's value, on all ranks. It draws seeds, and alone hears of cancelled requests."""
-        if self.config.num_ranks == 1:
-            return value
-        shared = torch.tensor([value - 2**63], dtype=torch.int64, device=self.device)
-        dist.broadcast(shared, src=0)
-        return int(shared.item()) + 2**63
+        values = [value]
+        if self.config.num_ranks > 1:
+            dist.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
 
 
 def why_alone(config: OmniDiffusionConfig, pipeline: Any) -> str:

@@ -20,7 +20,7 @@ from ..core.errors import ModelError, SamovarError, SettingError
 from ..core.files import check_names
 from ..core.settings import count, read_as
 from ..engine import Worker, call_pipeline
-from ..engine.failures import failure
+from ..engine.calling import failure
 from ..engine.models import fetch_model
 from ..engine.quantize import Quantization
 from ..engine.request import OmniDiffusionSamplingParams, Request
@@ -182,7 +182,7 @@ class Runner:
         except SamovarError:
             raise
         except ValueError as error:  # A pipeline of diffusers refuses a setting.
-            raise failure(error, self._facts.class_name, self._facts.output.kind, request, []) from error
+            raise failure(error, self._facts, request) from error
         made = [torch.as_tensor(np.asarray(one)) for one in getattr(output, self._facts.output.field)]
         if not made or made[0].ndim not in (3, 4):
             raise ModelError(f"{type(self.pipeline).__name__} makes no images or videos to compare.")
