@@ -12,8 +12,8 @@ import torch
 
 from samovar.core.errors import SamovarError, SettingError
 from samovar.engine import OmniDiffusionConfig as Config
-from samovar.engine.placement import place_replicas, read_gpus
 from samovar.engine.process import _environment
+from samovar.engine.settings import place_replicas, read_gpus
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

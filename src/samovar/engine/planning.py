@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,41 +64,53 @@ def make_plan(
     # Not the bus as measured, which ranks would measure differently: they must choose alike.
     config = replace(config, timing=config.timing or _read_bus(bus))
     parts = read_parts(source, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
-    stored = _stored(parts)
-    if stored and loss is not None:
-        kinds = ", ".join(f"{name} as {kind}" for name, kind in stored.items())
-        raise ModelError(f"{source} is quantised already: {kinds}. Leave out loss.")
     if (chosen := Quantization.read(quantization, None)) is not None:
         parts = chosen.applied(parts)
-        stored = _stored(parts)
-    problems = {} if device is None else {name: _problem(name, device) for name in KINDS}
-    names = [] if stored else [name for name in KINDS if not problems.get(name)]
-    rungs, way = _rungs(source, parts, config, size, [EXACT, *names], attached)
+    stored = _stored(source, parts, loss)
+    rungs, way = _rungs(source, parts, config, size, [EXACT] if stored else [EXACT, *_kinds(device)], attached)
     if stored:  # It is what it is: there is nothing to choose.
-        rungs = [replace(rungs[0], name=", ".join(dict.fromkeys(stored.values())))]
+        rungs = [replace(rungs[0], name=stored)]
     taken, why = rungs[0], "" if stored else "nothing is quantised unless --loss or --quantization says so."
     if loss is not None:
-        allowed = [EXACT, *(kind.name for kind in kinds_within(loss))]
-        taken, why = choose_rung([rung for rung in rungs if rung.name in allowed])
-        why = " ".join([f"{why}.", *(problems[name] for name in allowed if problems.get(name))])
+        taken, why = _choose(rungs, loss, device)
     if taken.plan is None or taken.tiers is None:
         fitting = ", ".join(rung.name for rung in rungs if rung.plan is not None)
         raise SettingError(taken.problem + f" Or quantise: {fitting} would fit." * bool(fitting), param="gpu_memory")
-    packages = {name: QUANTISERS[kind.package] for name, kind in KINDS.items()}
-    marks = {name: f"needs {package.requirement}" for name, package in packages.items() if package.problem()}
-    choices = tuple(table_of(rungs, {} if stored else marks | {taken.name: "taken"}))
     notes = () if way == Way() else (f"{way.chosen}, since gpu_memory is not enough otherwise",)
     plan = replace(taken.plan, notes=(*taken.plan.notes, *notes))
-    return MadePlan(plan, taken.tiers, taken.name, tuple(rungs), choices, why)
+    return MadePlan(plan, taken.tiers, taken.name, tuple(rungs), tuple(table_of(rungs, _marks(taken.name))), why)
 
 
-def _stored(parts: Parts) -> dict[str, str]:
-    """The denoisers that are quantised already, and how."""
-    return {name: part.kind for name, part in parts.items() if part.role == "denoiser" and part.kind}
+def _stored(source: str, parts: Parts, loss: str | None) -> str:
+    """How the denoisers are quantised already; empty if they are not. Refused if a kind should be chosen."""
+    kinds = {name: part.kind for name, part in parts.items() if part.role == "denoiser" and part.kind}
+    if kinds and loss is not None:
+        found = ", ".join(f"{name} as {kind}" for name, kind in kinds.items())
+        raise ModelError(f"{source} is quantised already: {found}. Leave out loss.")
+    return ", ".join(dict.fromkeys(kinds.values()))
+
+
+def _marks(taken: str) -> dict[str, str]:
+    """What the table says beside a choice: that it is taken, or what is missing here."""
+    packages = {name: QUANTISERS[kind.package] for name, kind in KINDS.items()}
+    return {name: f"needs {each.requirement}" for name, each in packages.items() if each.problem()} | {taken: "taken"}
+
+
+def _kinds(device: torch.device | None) -> list[str]:
+    """The kinds that run on a device; all of them without one."""
+    return [name for name in KINDS if device is None or not _problem(name, device)]
+
+
+def _choose(rungs: Sequence[Rung], loss: str, device: torch.device | None) -> tuple[Rung, str]:
+    """The rung to take, and why, and why not others."""
+    allowed = [kind.name for kind in kinds_within(loss)]
+    taken, why = choose_rung([rung for rung in rungs if rung.name in (EXACT, *allowed)])
+    problems = [_problem(name, device) for name in allowed if device is not None]
+    return taken, " ".join([f"{why}.", *filter(None, problems)])
 
 
 def _problem(name: str, device: torch.device) -> str:
-    """Why a kind does not run here; empty if it does."""
+    """Why a kind does not run on a device; empty if it does."""
     try:
         check_kind(name, device)
     except SettingError as error:

@@ -1,9 +1,15 @@
-"""The settings of `Omni` and `AsyncOmni`, checked before any weights are loaded."""
+"""The settings of `Omni` and `AsyncOmni`, checked before any weights are loaded.
+
+They come from arguments, then a file, then the environment: the first one that has it wins. Each source may use
+vllm-omni's spellings. Unknown names are refused in all of them.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,14 +20,18 @@ import torch
 from ..arch.devices import read_device
 from ..compose import AttachConfig, CacheSetting, OffloadSetting, ParallelSetting
 from ..compose.config import OF_OFFLOAD
+from ..core import aliases
 from ..core.aliases import accept_aliases
 from ..core.errors import SettingError
+from ..core.files import brief, check_names, read_mapping
 from ..core.settings import (
     FLAG,
     SETTING,
     SIZE,
     TEXT,
     TOLERANCE,
+    Kind,
+    Setting,
     Settings,
     choice,
     count,
@@ -33,15 +43,33 @@ from ..core.settings import (
 )
 from .lora import LoraSetting, read_sources
 from .models import find_model
-from .placement import place_replicas, read_gpus
 from .planning import check_loss
 from .quantize import Quantization, QuantizationSetting
 from .request import OmniDiffusionSamplingParams, read_defaults, saved_defaults
-from .sources import gather
+
+PREFIX = "SAMOVAR_"
+NOT_SETTINGS = frozenset({"SAMOVAR_API_KEY"})
+"""Variables with our prefix that the engine does not read: the server's key."""
+
+_SET_BY_KUBERNETES = re.compile(
+    r"SAMOVAR_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+"""Variables in every container where a Service is named samovar or samovar-something."""
 
 DefaultsSetting = OmniDiffusionSamplingParams | Mapping[str, Any] | None
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def read_gpus(devices: Any) -> tuple[int, ...]:
+    """The numbers of GPUs, from such as "0,1", [0, 1] or "cuda:0,cuda:1"; ValueError for what is none."""
+    parts = devices.split(",") if isinstance(devices, str) else devices if isinstance(devices, Sequence) else [devices]
+    found = [re.fullmatch(r"(?:cuda:)?(\d{1,4})", str(part).strip(), re.ASCII) for part in parts]
+    if not found or not all(found) or any(isinstance(part, bool) for part in parts):
+        raise ValueError
+    return tuple(int(match[1]) for match in found if match is not None)
+
+
 _FLAG_OR_NAME = SETTING._replace(parse=parse_flag)
 _LORA = SETTING._replace(expected="files or folders by name, such as {'pixel': 'pixel.safetensors'}", read=read_sources)
 _DEVICES = SETTING._replace(
@@ -300,3 +328,112 @@ class OmniDiffusionConfig(Settings, param="settings"):
     def quantised(self) -> Quantization | None:
         """What is quantised on the way in, if anything."""
         return Quantization.read(self.quantization, self.execution_device())
+
+
+# ------------------------------------------------------------------------------------------------ sources
+
+
+def gather(arguments: Mapping[str, Any], file: str | Path | None, rows: Mapping[str, Setting]) -> dict[str, Any]:
+    """All settings by name; `rows` are those that there are."""
+    kinds = {name: row.kind for name, row in rows.items()} | {
+        name: alias.kind for name, alias in aliases.ALIASES.items()
+    }
+    in_file = {} if file is None else read_mapping(file, "config")
+    in_file.pop("server", None)  # What `samovar serve` alone reads.
+    check_names(arguments, kinds, "a setting of Omni")
+    check_names(in_file, kinds, f"a setting of Omni, in {str(file)!r}")
+    settings: dict[str, Any] = {}
+    for layer in map(aliases.resolve, (from_environment(kinds), in_file, arguments)):
+        before, now = settings.get("defaults"), layer.get("defaults")
+        settings |= layer
+        if isinstance(before, Mapping) and isinstance(now, Mapping):  # They complete each other.
+            settings["defaults"] = {**before, **now}
+    return settings
+
+
+def from_environment(kinds: Mapping[str, Kind]) -> dict[str, Any]:
+    """The settings in variables such as SAMOVAR_CACHE."""
+    variables = {f"{PREFIX}{name.upper()}": name for name in kinds}
+    settings = {}
+    for variable, text in os.environ.items():
+        if not variable.startswith(PREFIX) or variable in NOT_SETTINGS or _is_set_by_kubernetes(variable, text):
+            continue
+        check_names([variable], variables, "a setting of Omni, in the environment")
+        try:
+            settings[variables[variable]] = kinds[variables[variable]].parse(text)
+        except ValueError as error:
+            message = f"The variable {variable}={brief(text)} cannot be read: {error}"
+            raise SettingError(message, param=variable) from error
+    return settings
+
+
+def _is_set_by_kubernetes(variable: str, text: str) -> bool:
+    """SAMOVAR_PORT is an address there; a plain number is the user's mistake and is reported."""
+    is_address = variable.endswith("_PORT") and "://" in text
+    return is_address or _SET_BY_KUBERNETES.fullmatch(variable) is not None
+
+
+# ------------------------------------------------------------------------------------------------ GPUs
+
+
+def place_replicas(
+    replicas: int | None, gpus: Sequence[int], device: torch.device, num_ranks: int, num_gpus: int
+) -> tuple[tuple[int, ...], ...]:
+    """The GPUs of each replica, one for each rank; none of its own on a CPU, and none if the only worker may choose.
+
+    A GPU that is named more than once has several replicas.
+    """
+    _check_device(replicas, gpus, device, num_ranks, num_gpus)
+    if not gpus and (replicas in (None, 1) or device.type != "cuda"):
+        return ((),) * (replicas or 1)
+    count = replicas or max(1, len(gpus) // num_ranks)
+    needed = count * num_ranks
+    gpus = gpus or range(needed)
+    if missing := ", ".join(str(gpu) for gpu in gpus if gpu >= num_gpus):
+        raise SettingError(
+            f"{count} replicas of {num_ranks} ranks would take GPU {missing} too, and torch finds {num_gpus} here, "
+            f"from 0 to {num_gpus - 1}. CUDA_VISIBLE_DEVICES, if it is set, says which. Name others; or, if several "
+            "workers fit on one GPU, name it more than once in devices, such as '0,0', and limit gpu_memory.",
+            param="devices",
+        )
+    if len(gpus) != needed:
+        raise SettingError(
+            f"devices names {len(gpus)} GPUs ({', '.join(map(str, gpus))}), and {count} replicas of {num_ranks} ranks "
+            f"take {needed}. Name as many, or change replicas or parallel.",
+            param="devices",
+        )
+    groups = tuple(tuple(gpus[start : start + num_ranks]) for start in range(0, needed, num_ranks))
+    for group in groups:
+        if len(set(group)) < num_ranks:
+            raise SettingError(
+                f"devices gives the ranks of one replica the GPUs {', '.join(map(str, group))}, and each rank needs "
+                f"one of its own. A replica has {num_ranks} neighbours of the list: order it so that they differ.",
+                param="devices",
+            )
+    return groups
+
+
+def _check_device(
+    replicas: int | None, gpus: Sequence[int], device: torch.device, num_ranks: int, num_gpus: int
+) -> None:
+    """Refuse a device that is not what these settings take."""
+    takes_several = num_ranks > 1 or bool(gpus) or (device.type == "cuda" and (replicas or 1) > 1)
+    if device.index is not None and takes_several:
+        raise SettingError(
+            f"device={str(device)!r} names one device, and these settings take several. Give 'cuda' or 'cpu', and "
+            "choose GPUs with devices or the environment variable CUDA_VISIBLE_DEVICES.",
+            param="device",
+        )
+    if gpus and device.type != "cuda":
+        raise SettingError(
+            f"devices names GPUs ({', '.join(map(str, gpus))}), and the device is {str(device)!r}. Leave it out, and "
+            f"give replicas={len(gpus)} for as many workers; or device='cuda'.",
+            param="devices",
+        )
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    if not gpus and num_ranks > 1 and device.type == "cuda" and here > num_gpus:  # NCCL cannot share one.
+        raise SettingError(
+            f"{here} ranks on this machine need a GPU each, and it has {num_gpus}. Choose smaller degrees, or "
+            "device='cpu'.",
+            param="parallel",
+        )

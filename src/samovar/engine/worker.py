@@ -37,9 +37,9 @@ from .calling import call_pipeline, failure, notes_on
 from .embeddings import Embeddings
 from .events import SILENT, GenerationResult, Listener, Outcome
 from .facts import PipelineFacts, facts_of
-from .loading import Loaded, adopt, load_model
 from .lora import Adapters
 from .meeting import DENOISER, ENCODER, Meeting
+from .models import Loaded, adopt, load_model
 from .outputs import take_outputs
 from .request import OmniDiffusionSamplingParams, Request, saved_defaults
 from .settings import OmniDiffusionConfig
@@ -214,8 +214,8 @@ class Worker:
             if request.num_previews and watch.no_preview:
                 notes.insert(0, f"there was no preview: {watch.no_preview}")
             return outputs, stats, notes
-        except Exception as error:
-            if isinstance(error, SamovarError):
+        except BaseException as error:
+            if isinstance(error, SamovarError) or not isinstance(error, Exception):
                 raise
             problem = failure(error, self.facts, request)
             if not isinstance(problem, OutOfMemoryError):
