@@ -165,18 +165,6 @@ def test_those_who_wait_make_room_and_those_who_are_served_do_not(caplog: pytest
     assert len([record for record in caplog.records if "too many connections" in record.message]) == 1
 
 
-def test_who_has_most_connections_loses_one_first() -> None:
-    async def run() -> None:
-        async with listening(Seen(), 6) as connect:
-            few = [await connect("127.0.0.2") for _ in range(2)]
-            many = [await connect("127.0.0.3") for _ in range(4)]
-            await connect("127.0.0.4")
-            assert await many[0][0].read() == b""
-            assert not any(reader.at_eof() for reader, _ in (*few, *many[1:]))
-
-    asyncio.run(run())
-
-
 def test_there_are_fewer_connections_where_the_system_allows_fewer_files() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

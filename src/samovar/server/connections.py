@@ -13,7 +13,6 @@ import resource
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -42,7 +41,6 @@ class Connection(H11Protocol):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.waits_since = self.heard_at = time.monotonic()
-        self._answered: object = None
         if len(self.connections) >= (self.limit_concurrency or math.inf) - ACCEPTED_AT_ONCE:
             self._make_room()
 
@@ -50,10 +48,6 @@ class Connection(H11Protocol):
     def waits(self) -> bool:
         """Whether it is the client's turn to send."""
         return self.cycle is None or self.cycle.more_body or self.cycle.response_complete
-
-    @property
-    def address(self) -> str:
-        return self.client[0] if self.client else ""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -64,16 +58,14 @@ class Connection(H11Protocol):
         self.heard_at = time.monotonic()
         super().data_received(data)
 
+    def on_response_complete(self) -> None:
+        self.waits_since = time.monotonic()
+        super().on_response_complete()
+
     def send_400_response(self, msg: str) -> None:
         if self.cycle is not None:
             self.cycle.disconnected = True  # Whoever serves the request sends nothing behind this answer.
         super().send_400_response(msg)
-
-    def is_late(self, timeout_s: float) -> bool:
-        """Whether it was the client's turn for too long; to be asked several times a second."""
-        if not self.waits or (self.cycle is not self._answered and self.cycle.response_complete):
-            self._answered, self.waits_since = self.cycle, time.monotonic()
-        return time.monotonic() - self.waits_since > timeout_s
 
     def has_left(self) -> bool:
         """Whether the client has closed its side, which uvicorn does not see behind half a request."""
@@ -84,15 +76,10 @@ class Connection(H11Protocol):
             return False
 
     def _make_room(self) -> None:
-        """Close the connection that has been silent for longest, of the address that has most that wait."""
-        waiting = [
-            each
-            for each in self.connections
-            if isinstance(each, Connection) and each.waits and not each.transport.is_closing()
-        ]
-        counts = Counter(each.address for each in waiting)
-        victim = max(waiting, key=lambda each: (counts[each.address], -each.heard_at), default=None)
-        if victim is not None:
+        """Close the connection that has been silent for longest, of those that wait for their clients."""
+        connections: Any = self.connections
+        waiting = [each for each in connections if each.waits and not each.transport.is_closing()]
+        for victim in sorted(waiting, key=lambda each: each.heard_at)[:1]:
             victim.transport.abort()
         if time.monotonic() - Connection._last_log >= _LOG_S:  # It must not fill a disk.
             log.warning("too many connections: those that wait are closed, the longest idle first (--max-connections)")
@@ -100,9 +87,10 @@ class Connection(H11Protocol):
 
 
 def sweep(connections: Iterable[Any], timeout_s: float) -> None:
-    """Close connections of clients that have left, or that send too slowly."""
+    """Close connections of clients that have left, or that took too long to send a request."""
+    since = time.monotonic() - timeout_s
     for each in list(connections):
-        if not each.transport.is_closing() and (each.is_late(timeout_s) or each.has_left()):
+        if not each.transport.is_closing() and ((each.waits and each.waits_since < since) or each.has_left()):
             each.transport.abort()
 
 

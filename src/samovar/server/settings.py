@@ -139,8 +139,8 @@ class ServerConfig(Settings, param="server"):
     )  # fmt: skip
     max_connections: int = setting(
         512, count(1),
-        "Open connections. When there are more, one whose request has not come is closed, of the address that has most "
-        "of them. Fewer where the system allows fewer open files.",
+        "Open connections. When there are more, the one is closed that has been silent for longest, of those whose "
+        "request has not come. Fewer where the system allows fewer open files.",
     )  # fmt: skip
     max_memory: str | int | None = setting(
         None, SIZE,
