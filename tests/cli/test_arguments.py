@@ -61,11 +61,17 @@ def test_options_become_settings(words: list[str], expected: dict[str, object]) 
     ("words", "message"),
     [
         (["--cache", "[1]"], r"cache='\[1\]' cannot be read"),
-        (["--quantization", "int8", "--quantization", "vae=int8"], "'int8' is given beside others.*transformer=int8"),
-        (["--quantization", "vae=int8,unet=int8", "--quantization", "vae=int4"], "vae=int8 is given too"),
-        (["--lora", "./x"], "has no name"),
-        (["--lora", "=x"], "has no name"),
-        (["--lora", "a=x", "--lora", "a=y"], "is given twice"),
+        (
+            ["--quantization", "int8", "--quantization", "vae=int8"],
+            "--quantization 'int8'; expected one KIND, or COMPONENT=KIND",
+        ),
+        (
+            ["--quantization", "vae=int8,unet=int8", "--quantization", "vae=int4"],
+            "'vae=int4'; expected one KIND.*, each name once",
+        ),
+        (["--lora", "./x"], "--lora './x'; expected NAME=ADAPTER, each name once"),
+        (["--lora", "=x"], "--lora '=x'; expected"),
+        (["--lora", "a=x", "--lora", "a=y"], "--lora 'a=y'; expected NAME=ADAPTER, each name once"),
     ],
 )
 def test_options_that_say_nothing_are_refused(words: list[str], message: str) -> None:

@@ -26,7 +26,7 @@ from samovar import cli
         (["--default-size", "huge"], "--default-size 'huge'; expected one such as 1024x1024"),
         (["--default-steps", "4", "--cache", '{"schedule": "#.#.#.#.#"}'], "--default-steps 4 is the default, but the"),
         (["--served-model-name", ""], "--served-model-name ['']; expected a name for clients"),
-        (["--lora", "pixel"], "--lora 'pixel' has no name. Expected NAME=ADAPTER"),
+        (["--lora", "pixel"], "--lora 'pixel'; expected NAME=ADAPTER, each name once."),
         (["--lora", "pixel=./nowhere.bin"], "which is not a .safetensors file"),
         (
             ["--max-tolerance", "hihg"],

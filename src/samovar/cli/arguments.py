@@ -88,11 +88,13 @@ def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> Any:
     return parser
 
 
-def add_options(parser: Any, lines: str, title: str = "", description: str | None = None) -> Any:
-    """Add an option for each line, such as `--steps N :num_inference_steps  denoising steps`: its names, how its value
-    is shown (dots for one that may be repeated), where it is kept, and its help. Without a value it is a switch. An
-    option that is not given is None, so that a file may have it instead; others are text, which `settings_of` reads."""
+def add_options(parser: Any, source: str | type[Settings], title: str = "", description: str | None = None) -> Any:
+    """Add an option for each setting of a class that has one, or for each line, such as
+    `--steps N :num_inference_steps  denoising steps`: its names, how its value is shown (dots for one that may be
+    repeated), where it is kept, and its help. Without a value it is a switch. An option that is not given is None, so
+    that a file may have it instead; others are text, which `settings_of` reads."""
     group = parser.add_argument_group(title, description) if title else parser
+    lines = source if isinstance(source, str) else "\n".join(map(_line, table(source).values()))
     for match in _LINE.finditer(lines):
         action = "store_true" if match["metavar"] is None else "append" if match["more"] else "store"
         more = {name: match[name] for name in ("metavar", "dest") if match[name] is not None}
@@ -100,16 +102,13 @@ def add_options(parser: Any, lines: str, title: str = "", description: str | Non
     return group
 
 
-def add_settings(parser: Any, cls: type[Settings], title: str) -> None:
-    """Add an option for each setting of a class that has one."""
-    group = parser.add_argument_group(title)
-    for row in [row for row in table(cls).values() if row.option is not None]:
-        text = row.help.partition(". ")[0].rstrip(".").replace("%", "%%")
-        shown = f"{row.default:.9g}" if isinstance(row.default, float) else row.default
-        text = f"{text[0].lower()}{text[1:]}" + f" ({shown})" * (row.default not in (None, False, ()))
-        action = "append" if row.default == () else "store" if row.kind.metavar else "store_true"
-        more = {"metavar": row.kind.metavar} if row.kind.metavar else {}
-        group.add_argument(row.option, dest=row.name, action=action, default=None, help=text, **more)
+def _line(row: Setting) -> str:
+    """The line of a setting; of one without an option it is none."""
+    text = row.help.partition(". ")[0].rstrip(".").replace("%", "%%")
+    shown = f"{row.default:.9g}" if isinstance(row.default, float) else row.default
+    default = f" ({shown})" * (row.default not in (None, False, ()))
+    value = f"{row.kind.metavar or ''}{'...' * (row.default == ())}"
+    return f"{row.option} {value} :{row.name}  {text[0].lower()}{text[1:]}{default}" if row.option else ""
 
 
 def add_model(parser: Any, what: str = "a built-in model, a folder in diffusers format, or a hub name") -> None:
@@ -140,35 +139,27 @@ def add_engine_options(parser: Any) -> None:
     add_options(parser, "\n".join(lines), "vllm-omni's names for the same")
 
 
+def pairs(texts: Iterable[str] | None, option: str, expected: str) -> dict[str, str]:
+    """Values by name, from options such as NAME=VALUE."""
+    found: dict[str, str] = {}
+    for text in texts or ():
+        name, sign, value = text.partition("=")
+        if not (name and sign) or name in found:
+            raise SettingError(f"--{option} {text!r}; expected {expected}, each name once.", param=option)
+        found[name] = value
+    return found
+
+
 def quantization_of(texts: list[str]) -> Any:
     """The setting that options hold: one kind, JSON, or kinds by component."""
     if len(texts) == 1 and not _COMPONENT.match(texts[0]):
         return texts[0]
-    texts = [part for text in texts for part in (text.split(",") if _COMPONENT.match(text) else [text])]
-    kinds: dict[str, str] = {}
-    for text in texts:
-        match = _COMPONENT.match(text)
-        if match is None:
-            message = f"quantization={text!r} is given beside others. Say for each which component it is for, such as"
-            raise SettingError(f"{message} transformer={text}.", param="quantization")
-        name, kind = match.groups()
-        if name in kinds:
-            message = f"quantization={name}={kind}, and {name}={kinds[name]} is given too. Give each component once."
-            raise SettingError(message, param="quantization")
-        kinds[name] = kind
-    return kinds
+    return pairs(",".join(texts).split(","), "quantization", "one KIND, or COMPONENT=KIND,COMPONENT=KIND")
 
 
 def lora_of(texts: list[str]) -> dict[str, str]:
     """Adapters by name, from options such as pixel=./pixel.safetensors."""
-    adapters: dict[str, str] = {}
-    for text in texts:
-        name, sign, source = text.partition("=")
-        if not (name and sign and source) or name in adapters:
-            problem = "is given twice" if name in adapters else "has no name"
-            raise SettingError(f"--lora {text!r} {problem}. Expected NAME=ADAPTER, each name once.", param="lora")
-        adapters[name] = source
-    return adapters
+    return pairs(texts, "lora", "NAME=ADAPTER")
 
 
 _JOINED: dict[str, Callable[[list[str]], Any]] = {"quantization": quantization_of, "lora": lora_of}

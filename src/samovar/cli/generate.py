@@ -74,7 +74,8 @@ def _generate(options: argparse.Namespace) -> int:
     _check_prompt(options.prompt)
     options.model = arguments.model_of(options)
     given = arguments.settings_of(options, OmniDiffusionSamplingParams)
-    params = OmniDiffusionSamplingParams(**given, options=dict(map(_read_option, options.option or ())))
+    texts = arguments.pairs(options.option, "option", "NAME=VALUE, such as guidance_scale_2=3.5")
+    params = OmniDiffusionSamplingParams(**given, options={name: _read_option(name, texts[name]) for name in texts})
     inputs = _read_inputs(options)
     # All ranks make the output, and the first one writes it.
     is_first = not is_under_torchrun() or os.environ["RANK"] == "0"
@@ -116,32 +117,23 @@ def _check_prompt(prompt: str) -> None:
         )
 
 
-def _read_option(text: str) -> tuple[str, Any]:
-    """An argument of the pipeline's call, with its value as in YAML."""
-    name, sign, value = text.partition("=")
-    if not sign or not name.isidentifier():
-        raise SettingError(f"--option {text!r}; expected NAME=VALUE, such as guidance_scale_2=3.5.", param="option")
+def _read_option(name: str, value: str) -> Any:
+    """The value of an argument of the pipeline's call, as in YAML."""
     try:
-        return name, float(value) if _FLOAT.fullmatch(value) else parse_yaml(value)
+        return float(value) if _FLOAT.fullmatch(value) else parse_yaml(value)
     except ValueError as error:
         raise SettingError(f"--option {name}: {value!r} cannot be read: {error}", param="option") from error
 
 
 def _read_inputs(options: argparse.Namespace) -> dict[str, Any]:
     """The images, videos and sounds to start from, by name."""
-    inputs: dict[str, Any] = {}
+    files = arguments.pairs(options.input, "input", "NAME=FILE, such as last_image=end.png")
+    inputs = {name: read_media(file, f"--input {name}") for name, file in files.items()}
     images = [read_image(file, "--image") for file in options.image or ()]
     if images:
         inputs["image"] = images[0] if len(images) == 1 else images
     if options.mask is not None:
         inputs["mask"] = read_image(options.mask, "--mask")
-    for text in options.input or ():
-        name, sign, file = text.partition("=")
-        if not sign or not name.isidentifier():
-            raise SettingError(f"--input {text!r}; expected NAME=FILE, such as last_image=end.png.", param="input")
-        if name in inputs:
-            raise SettingError(f"--input {name} is given twice. Give it once.", param="input")
-        inputs[name] = read_media(file, f"--input {name}")
     return inputs
 
 

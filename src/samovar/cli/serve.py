@@ -13,7 +13,7 @@ from ..server.settings import Limits, ServerConfig
 from . import arguments
 
 if TYPE_CHECKING:
-    from ..server import AppState
+    from ..server.state import AppState
 
 KEY_VARIABLE = "SAMOVAR_API_KEY"
 
@@ -39,8 +39,8 @@ def add_serve(commands: Any) -> None:
     parser = arguments.add_command(commands, _serve)
     arguments.add_model(parser)
     parser.add_argument("-q", "--quiet", action="store_true", help="print errors only, not every request")
-    arguments.add_settings(parser, ServerConfig, "server")
-    arguments.add_settings(parser, Limits, "limits of a request")
+    arguments.add_options(parser, ServerConfig, "server")
+    arguments.add_options(parser, Limits, "limits of a request")
     arguments.add_options(parser, _DEFAULTS, "defaults of requests")
     arguments.add_engine_options(parser)
     group = arguments.add_options(parser, _ENGINE, "several GPUs, many requests")
@@ -71,7 +71,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 async def _run(options: argparse.Namespace, state: AppState) -> int:
-    from ..server import serve
+    from ..server.serving import serve
 
     config, log = state.config, logging.getLogger("samovar.server")
     is_json = config.log_format == "json"
@@ -101,7 +101,7 @@ async def _run(options: argparse.Namespace, state: AppState) -> int:
 def _app_state(options: argparse.Namespace) -> AppState:
     """Everything checked, nothing loaded."""
     from ..omni import AsyncOmni
-    from ..server import AppState
+    from ..server.state import AppState
 
     options.model = arguments.model_of(options)
     if options.api_key is None:
