@@ -15,8 +15,10 @@ from fastapi.routing import APIRoute
 from samovar.cli.entry import make_parser
 from samovar.engine import EngineStatus, OmniDiffusionConfig, ReplicaStatus
 from samovar.omni import AsyncOmni
-from samovar.server import AppState, ServerConfig, create_app
+from samovar.server.app import create_app
 from samovar.server.metrics import Metrics
+from samovar.server.settings import ServerConfig
+from samovar.server.state import AppState
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"

@@ -26,7 +26,9 @@ from .core.files import check_names
 from .core.settings import Settings, count, number, setting, table
 from .engine import OmniDiffusionConfig
 from .omni import AsyncOmni
-from .server import AppState, ServerConfig, create_app
+from .server.app import create_app
+from .server.settings import ServerConfig
+from .server.state import AppState
 
 _OTHER_REQUESTS = 8
 """Concurrent requests of a replica that do not generate anything: for its health, its metrics, its page."""

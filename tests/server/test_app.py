@@ -13,7 +13,9 @@ import httpx
 import pytest
 
 from samovar.omni import AsyncOmni
-from samovar.server import AppState, ServerConfig, create_app
+from samovar.server.app import create_app
+from samovar.server.settings import ServerConfig
+from samovar.server.state import AppState
 
 from .running import PROMPT, RunningServer, running
 

@@ -17,8 +17,9 @@ import PIL.Image
 import psutil
 import pytest
 
-from samovar.server import Limits
-from samovar.server.decode import IMAGE, JSON, DecodePool, Refused, Task, read_body, read_image
+from samovar.server.decode import IMAGE, JSON, DecodePool, Task, read_body, read_image
+from samovar.server.errors import ApiError
+from samovar.server.settings import Limits
 
 from .attacks import FORM_TYPE, form, jpeg_of_scans, png_chunk, png_of
 
@@ -41,7 +42,7 @@ def _as_in_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refusal(body: bytes, task: Task = TASK) -> tuple[str | None, str, str]:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiError) as refused:
         read_body(task, [body[:100], body[100:]])
     return refused.value.param, refused.value.code, str(refused.value)
 
@@ -64,7 +65,7 @@ def test_a_bomb_is_known_by_its_header(size: tuple[int, int]) -> None:
                 encoded(PIL.Image.effect_noise((64, 64), 50), "PNG")[:2000]]
 )  # fmt: skip
 def test_what_is_not_an_image_is_refused(content: bytes) -> None:
-    with pytest.raises(Refused, match=r"not a readable PNG, JPEG or WebP|damaged") as refused:
+    with pytest.raises(ApiError, match=r"not a readable PNG, JPEG or WebP|damaged") as refused:
         read_image(content, 1_000_000)
     assert refused.value.code == "invalid_image"
 
@@ -93,7 +94,7 @@ def test_photos_are_turned_and_sixteen_bits_are_not_white() -> None:
 
 def test_a_jpeg_may_have_many_scans_but_not_thousands() -> None:
     assert read_image(jpeg_of_scans(64, 64, 99), 1_000_000).size == (64, 64)
-    with pytest.raises(Refused, match="more than 100 scans"):
+    with pytest.raises(ApiError, match="more than 100 scans"):
         read_image(jpeg_of_scans(64, 64, 100), 1_000_000)
     photo, file = PIL.Image.effect_noise((512, 512), 100).convert("RGB"), io.BytesIO()
     photo.save(file, "JPEG", progressive=True, quality=95, comment=b"\xff\xda" * 40)
@@ -185,7 +186,7 @@ async def ask(pool: DecodePool, body: bytes, **more: Any) -> Any:
     try:
         values, images = await pool.read(task, [body[:1000], body[1000:]])
         return [image.size for _, image in images] or values
-    except Refused as error:
+    except ApiError as error:
         return error
 
 

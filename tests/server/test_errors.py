@@ -66,7 +66,7 @@ def test_what_failed_inside_stays_in_the_log(error: errors.SamovarError, caplog:
 
 
 def test_the_body_is_openais() -> None:
-    response = ApiError(404, "not here", param="model", code="model_not_found").response()
+    response = ApiError("not here", "model", "model_not_found", 404).response()
     assert response.status_code == 404
     assert json.loads(bytes(response.body)) == {
         "error": {"message": "not here", "type": "invalid_request_error", "param": "model", "code": "model_not_found"}

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from samovar.server import ServerConfig
 from samovar.server.middleware import Middleware
+from samovar.server.settings import ServerConfig
 
 from .conftest import KEY
 from .running import RunningServer

@@ -11,7 +11,6 @@ import pytest
 from samovar.engine import OutputKind, PipelineFacts
 from samovar.engine.facts import _plain_types
 from samovar.engine.inputs import find_inputs
-from samovar.server import Limits
 from samovar.server.errors import ApiError
 from samovar.server.schemas import (
     AudioBody,
@@ -19,11 +18,13 @@ from samovar.server.schemas import (
     GenerationBody,
     SpeechBody,
     VideoBody,
+    field_names,
     json_schema,
     read_body,
     read_texts,
     schema_of,
 )
+from samovar.server.settings import Limits
 
 LIMITS = Limits(max_pixels=1_000_000, max_steps=50)
 VIDEO = PipelineFacts(
@@ -60,7 +61,7 @@ def test_everything_arrives() -> None:
     }  # fmt: skip
     assert (asked.format, asked.output_compression, asked.stream, asked.partial_images) == ("webp", 80, True, 3)
     assert (asked.progress, asked.deadline, asked.priority, asked.cache) == (True, 1.5, -3, False)
-    nothing = {name: None for name in GenerationBody.model_fields if name != "prompt"}
+    nothing = dict.fromkeys(field_names(GenerationBody) - {"prompt"})
     assert read(**nothing) == read(), "null is the same as nothing"
     assert read(size="auto").params() == read().params()
     sound = read(SpeechBody, audio_length="2.5", audio_start=1, voice="auto", speed=1.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from samovar.core.errors import SettingError
-from samovar.server import Limits, ServerConfig
+from samovar.server.settings import Limits, ServerConfig
 
 
 def test_the_defaults_reach_this_machine_only() -> None:

@@ -12,8 +12,9 @@ from samovar.core.errors import SettingError
 from samovar.engine import OmniDiffusionSamplingParams, OutputKind, PipelineFacts
 from samovar.engine.inputs import Inputs
 from samovar.omni import AsyncOmni
-from samovar.server import AppState, Limits, ServerConfig
 from samovar.server.errors import ApiError
+from samovar.server.settings import Limits, ServerConfig
+from samovar.server.state import AppState
 
 
 def state(max_tolerance: float | None = None, **settings: Any) -> AppState:

@@ -13,8 +13,10 @@ import pytest
 from samovar.engine import Done, GenerationResult, OmniDiffusionSamplingParams, Progress, Started
 from samovar.engine.request import Adapter
 from samovar.omni import AsyncOmni
-from samovar.server import AppState, ServerConfig, create_app
+from samovar.server.app import create_app
 from samovar.server.middleware import Middleware
+from samovar.server.settings import ServerConfig
+from samovar.server.state import AppState
 from samovar.server.traces import keep_account
 
 trace = pytest.importorskip("opentelemetry.trace")

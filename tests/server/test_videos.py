@@ -25,8 +25,9 @@ import torch
 from pipelines import PIPELINES
 from samovar.engine import OutputKind
 from samovar.media import read_video
-from samovar.server import AppState, ServerConfig
 from samovar.server.errors import ApiError
+from samovar.server.settings import ServerConfig
+from samovar.server.state import AppState
 from samovar.server.videos import Videos
 
 from .conftest import VIDEO_DEFAULTS

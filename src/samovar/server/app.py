@@ -19,8 +19,8 @@ from starlette.types import ASGIApp
 from .. import __version__
 from ..core.errors import SamovarError
 from .decode import JSON
-from .errors import ApiError, ErrorBody, api_error, refusal
-from .images import EventBody, ImagesBody, respond_with_images
+from .errors import ApiError, ErrorBody, api_error
+from .images import ImagesBody, respond_with_images
 from .job_store import VideoData
 from .metrics import Metrics
 from .middleware import Middleware
@@ -63,7 +63,7 @@ class Endpoint(NamedTuple):
     needs_image: bool = False
 
 
-_IMAGES = {"model": ImagesBody, "content": {"text/event-stream": {"schema": EventBody.model_json_schema()}}}
+_IMAGES = {"model": ImagesBody, "content": {"text/event-stream": {}}}
 _SOUND: Mapping[str, Any] = {"content": {kind: {} for kind in MEDIA_TYPES.values()}}
 _EDITED = {"image": "image", "image[]": "image", "mask": "mask", "control_image": "control_image"}
 _FILMED = {"input_reference": "image", **_EDITED, "last_image": "last_image"}
@@ -110,7 +110,7 @@ def _add_endpoint(app: FastAPI, state: AppState, endpoint: Endpoint) -> None:
         if kind == FORM:
             values = read_texts(state.schema(endpoint.body), values)
         if endpoint.needs_image and "image" not in images:
-            raise refusal("image", "image is missing. Send it as a file.")
+            raise ApiError("image is missing. Send it as a file.", "image")
         return await endpoint.respond(http, client_request(state, endpoint.body, values, images))
 
     schema = schema_of(endpoint.body, state.config.limits)
@@ -209,14 +209,14 @@ async def _refused(http: HttpRequest, error: Exception) -> Response:
         case SamovarError():
             refused = api_error(error)
         case HTTPException(status_code=404):
-            refused = ApiError(404, f"There is nothing at {path}.", code="not_found")
+            refused = ApiError(f"There is nothing at {path}.", None, "not_found", 404)
         case HTTPException(status_code=405):
             message = f"{path} does not support the method {http.method[:20]}."
-            refused = ApiError(405, message, code="method_not_allowed", headers=error.headers)
+            refused = ApiError(message, None, "method_not_allowed", 405, error.headers)
         case ClientDisconnect():
-            refused = ApiError(499, "The client went away.", code="cancelled")  # For the log alone.
+            refused = ApiError("The client went away.", None, "cancelled", 499)  # For the log alone.
         case _:
-            refused = ApiError(500, "The server failed. Its log says why.", code="internal_error")
+            refused = ApiError("The server failed. Its log says why.", None, "internal_error", 500)
     return refused.response()
 
 

@@ -28,7 +28,7 @@ from PIL.Image import Image
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import create_form_parser
 
-from ..core.errors import SamovarError
+from .errors import ApiError
 
 JSON, IMAGE = "application/json", "image/*"
 _LARGE, _LARGE_OBJECT, _LONG_OBJECT = 2**21, 2**17, 2**15
@@ -63,14 +63,6 @@ class Task(NamedTuple):
     """Names that files may have."""
 
 
-class Refused(SamovarError):
-    """Why a body is not taken: for the client."""
-
-    def __init__(self, message: str, param: str | None = None, code: str = "invalid_form") -> None:
-        super().__init__(message)
-        self.param, self.code = param, code
-
-
 class DecodePool:
     """A process for large bodies, which may take long, and one for the others."""
 
@@ -85,7 +77,7 @@ class DecodePool:
         return ProcessPoolExecutor(1, spawn, _prepare, (self._max_memory,), max_tasks_per_child=_MAX_TASKS)
 
     async def read(self, task: Task, parts: list[bytes]) -> Found:
-        """What a body holds; Refused if it is not taken. Short JSON is read here: a long one would stop everybody."""
+        """What a body holds; ApiError if it is not taken. Short JSON is read here: a long one would stop everybody."""
         size, is_object = sum(map(len, parts)), task.content_type == JSON
         if is_object and size <= _LONG_OBJECT and b"data:" not in (body := b"".join(parts)).lower():
             return read_object(body), []
@@ -98,7 +90,7 @@ class DecodePool:
                 except (BrokenProcessPool, MemoryError):
                     self._pools[place] = self._new_pool()
         message = f"The body took more than {task.cpu_s:g} s or too much memory to read, or an image in it is damaged."
-        raise Refused(f"{message} Save it again, as an ordinary PNG or JPEG.", "image", "invalid_image")
+        raise ApiError(f"{message} Save it again, as an ordinary PNG or JPEG.", "image", "invalid_image")
 
     def close(self) -> None:
         for pool in self._pools:
@@ -145,13 +137,14 @@ def _read_body(task: Task, parts: list[bytes]) -> Found:
     for name, content in files:
         if name not in task.files:
             known = ", ".join(each for each in task.files if not each.endswith("[]"))
-            raise Refused(f"{name[:50]!r} is not a known file. Expected {known}.", name[:100], "unknown_field")
+            raise ApiError(f"{name[:50]!r} is not a known file. Expected {known}.", name[:100], "unknown_field")
         if name in dict(images) and name not in _SEVERAL:
-            raise Refused(f"The field {name!r} is given twice.", name)
-        images.append((name, read_image(content, task.max_pixels, name)))
+            raise ApiError(f"The field {name!r} is given twice.", name, "invalid_form")
+        image = read_image(content, task.max_pixels, name)
+        images.append((name, _where_white(image) if name == "mask" else image))
         if sum(image.width * image.height for _, image in images) > 2 * task.max_pixels:  # An image and its mask.
             message = f"All images together have more than {2 * task.max_pixels:,} pixels. Send fewer or smaller ones."
-            raise Refused(message, name, "image_above_limit")
+            raise ApiError(message, name, "image_above_limit")
     return values, images
 
 
@@ -160,10 +153,10 @@ def read_object(content: bytes) -> dict[str, Any]:
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:  # Also bytes that are not UTF-8, and numbers of thousands of digits.
-        raise Refused(f"The body is not valid JSON: {str(error)[:200]}", code="invalid_json") from error
+        raise ApiError(f"The body is not valid JSON: {str(error)[:200]}", code="invalid_json") from error
     if not isinstance(value, dict) or len(value) > _MAX_FIELDS:
         message = f"The body must be a JSON object of at most {_MAX_FIELDS} fields, not {type(value).__name__}."
-        raise Refused(message, code="invalid_json")
+        raise ApiError(message, code="invalid_json")
     return value
 
 
@@ -188,11 +181,12 @@ def _read_form(task: Task, body: bytes) -> tuple[dict[str, Any], list[tuple[str,
         for first in range(0, len(body), _PIECE):
             parser.write(body[first : first + _PIECE])
             if len(texts) + len(files) > _MAX_PARTS:
-                raise Refused(f"The form has more than {_MAX_PARTS} parts.")
+                raise ApiError(f"The form has more than {_MAX_PARTS} parts.", code="invalid_form")
         parser.finalize()
         return _unique(texts), files
     except (FormParserError, ValueError) as error:  # Also of text that is not UTF-8.
-        raise Refused(f"The form cannot be read: {str(error)[:200]}. Send multipart/form-data in UTF-8.") from error
+        message = f"The form cannot be read: {str(error)[:200]}. Send multipart/form-data in UTF-8."
+        raise ApiError(message, code="invalid_form") from error
 
 
 def _content(file: Any) -> bytes:
@@ -219,7 +213,7 @@ def _take_data(values: dict[str, Any], names: tuple[str, ...]) -> list[tuple[str
                 found.append((field, base64.b64decode(url[head.end() if head else 0 :], validate=True)))
             except binascii.Error as error:
                 message = f"{field} is no data URL of an image. Expected data:image/png;base64, and the file in base64."
-                raise Refused(message, field, "invalid_image") from error
+                raise ApiError(message, field, "invalid_image") from error
     return found
 
 
@@ -228,14 +222,14 @@ def _check_values(values: dict[str, Any], max_characters: int) -> None:
     num_long = 0
     for name, value in values.items():
         if isinstance(value, (dict, list)) or len(name) > _LONG:
-            raise Refused("The body is long without a long prompt. Send a flat object.", name[:100], "invalid_json")
+            raise ApiError("The body is long without a long prompt. Send a flat object.", name[:100], "invalid_json")
         length = len(value) if isinstance(value, str) else 0
         num_long += length > _LONG
         if length > max_characters or num_long > 2:
             message = (
                 f"{name} has {length} characters; the limit is {max_characters}, and {_LONG} for what is no prompt."
             )
-            raise Refused(message, name, "string_above_max_length")
+            raise ApiError(message, name, "string_above_max_length")
 
 
 def read_image(content: bytes, max_pixels: int, name: str = "image") -> Image:
@@ -244,11 +238,11 @@ def read_image(content: bytes, max_pixels: int, name: str = "image") -> Image:
         image: Image = PIL.Image.open(io.BytesIO(content), formats=("PNG", "JPEG", "WEBP"))
         if image.width * image.height > max_pixels:
             message = f"{name} is {image.width}x{image.height}; the limit is {max_pixels:,} pixels. Send a smaller one."
-            raise Refused(message, name, "image_above_limit")
+            raise ApiError(message, name, "image_above_limit")
         # In the data of a scan no byte FF is followed by DA, so each pair begins one, but for a few within metadata.
         if image.format in ("JPEG", "MPO") and content.count(b"\xff\xda") > _MAX_SCANS:
             message = f"{name} has more than {_MAX_SCANS} scans. Save it as an ordinary JPEG."
-            raise Refused(message, name, "invalid_image")
+            raise ApiError(message, name, "invalid_image")
         is_transparent = "A" in image.getbands() or "transparency" in image.info
         with contextlib.suppress(struct.error, TypeError, AttributeError):  # A camera's notes that cannot be read.
             PIL.ImageOps.exif_transpose(image, in_place=True)
@@ -257,6 +251,14 @@ def read_image(content: bytes, max_pixels: int, name: str = "image") -> Image:
         found = image.convert("RGBA" if is_transparent else "RGB")
     except (OSError, ValueError, SyntaxError, LookupError) as error:
         message = f"{name} is not a readable PNG, JPEG or WebP file, or it is damaged."
-        raise Refused(message, name, "invalid_image") from error
+        raise ApiError(message, name, "invalid_image") from error
     found.info = {}  # What else is in the file stays here.
     return found
+
+
+def _where_white(mask: Image) -> Image:
+    """A mask in OpenAI's way, which is transparent where the image is redrawn, in ours, which is white there."""
+    alpha = mask.getchannel("A") if mask.mode == "RGBA" else None
+    if alpha is None or alpha.getextrema()[0] == 255:
+        return mask
+    return alpha.point(lambda level: 255 - level)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -14,8 +15,6 @@ from starlette.responses import Response
 
 from ..core.errors import EngineError, QueueFullError, SamovarError, SettingError
 from ..core.settings import table
-from ..engine import OmniDiffusionConfig
-from .decode import Refused
 
 _ANSWERS: dict[str, tuple[int, int]] = {
     "queue_full": (429, 1),
@@ -35,11 +34,6 @@ _WIRE_NAMES = {"height": "size", "width": "size", "num_outputs_per_prompt": "n",
                "num_previews": "partial_images"}  # fmt: skip
 """Parameters that have another name in a request."""
 _PYTHON_NAMES = re.compile(r"\b(exact=True|[a-z]+(?:_[a-z]+)+)\b")
-_SERVER_NAMES = {
-    **{name: f"--{name.removesuffix('_s').replace('_', '-')}" for name in table(OmniDiffusionConfig) if "_" in name},
-    **_WIRE_NAMES, "exact=True": '"cache": false',
-}  # fmt: skip
-"""What Python's settings and parameters are called in the server's options and in requests."""
 
 log = logging.getLogger("samovar.server")
 
@@ -58,19 +52,18 @@ class ErrorBody(BaseModel):
 
 
 class ApiError(SamovarError):
-    """An error that is sent to the client."""
+    """An error that is sent to the client; `param` is the field at fault. It goes from one process to another."""
 
     def __init__(
         self,
-        status: int,
         message: str,
-        *,
         param: str | None = None,
-        code: str | None = None,
+        code: str = "invalid_value",
+        status: int = 400,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.message, self.param, self.code, self.status = message, param, code, status
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
@@ -82,9 +75,15 @@ class ApiError(SamovarError):
         return Response(content, self.status, headers=self.headers, media_type="application/json")
 
 
-def refusal(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
-    """What a client gets whose request cannot be served as it is; `param` is the field at fault."""
-    return ApiError(400, message, param=param, code=code)
+@functools.cache
+def _server_names() -> Mapping[str, str]:
+    """What Python's settings and parameters are called in the server's options and in requests."""
+    from ..engine import OmniDiffusionConfig  # It loads torch, which the processes that read bodies do without.
+
+    options = {
+        name: f"--{name.removesuffix('_s').replace('_', '-')}" for name in table(OmniDiffusionConfig) if "_" in name
+    }
+    return {**options, **_WIRE_NAMES, "exact=True": '"cache": false'}
 
 
 def api_error(error: SamovarError) -> ApiError:
@@ -92,16 +91,14 @@ def api_error(error: SamovarError) -> ApiError:
     exception of a library, is logged instead."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, Refused):
-        return refusal(error.param, str(error), error.code)
-    message = _PYTHON_NAMES.sub(lambda match: _SERVER_NAMES.get(match[1], match[1]), str(error))
+    message = _PYTHON_NAMES.sub(lambda match: _server_names().get(match[1], match[1]), str(error))
     if isinstance(error, SettingError):
-        return refusal(_WIRE_NAMES.get(error.param or "", error.param), message)
+        return ApiError(message, _WIRE_NAMES.get(error.param or "", error.param))
     if not isinstance(error, EngineError) or error.code not in _ANSWERS:
         log.error("the engine failed: %s: %s", type(error).__name__, error)
-        return ApiError(500, "The engine failed. The server's log says why.", code="internal_error")
+        return ApiError("The engine failed. The server's log says why.", code="internal_error", status=500)
     status, retry_s = _ANSWERS[error.code]
     if isinstance(error, QueueFullError):
         retry_s = max(retry_s, math.ceil(error.retry_after_s))
     headers = {"Retry-After": str(retry_s)} if retry_s else {"x-should-retry": "false"}
-    return ApiError(status, message, code=error.code, headers=headers)
+    return ApiError(message, None, error.code, status, headers)

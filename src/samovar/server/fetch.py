@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 import h11
 
 from .. import __version__
-from .errors import ApiError, refusal
+from .errors import ApiError
 
 _AT_ONCE = 4
 _TIMEOUT_S = 10.0
@@ -45,12 +45,9 @@ class Fetcher:
             ) from error
 
     def _allowed(self, name: str, url: str) -> SplitResult:
-        with contextlib.suppress(ValueError):  # Such as of a port of letters.
-            parts = urlsplit(url)
-            port = "" if parts.port in (None, _PORTS.get(parts.scheme)) else f":{parts.port}"
-            host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-            is_plain = url.isascii() and url.isprintable() and " " not in url and "@" not in parts.netloc
-            if is_plain and parts.scheme in _PORTS and f"{parts.scheme}://{host}{port}" in self._origins:
+        with contextlib.suppress(ValueError):  # Such as of a bracket that does not close.
+            parts, is_plain = urlsplit(url), url.isascii() and url.isprintable() and " " not in url
+            if is_plain and f"{parts.scheme}://{parts.netloc.lower()}" in self._origins and parts.scheme in _PORTS:
                 return parts
         remedy = "Send the image as a file in a form, or as a data URL (data:image/png;base64,...)."
         known = f"images are fetched from {', '.join(sorted(self._origins))} alone"
@@ -96,4 +93,4 @@ async def _address(name: str, host: str, port: int) -> str:
 
 
 def _refusal(name: str, what: str) -> ApiError:
-    return refusal(name, f"{name}{what}", "unsupported_value")
+    return ApiError(f"{name}{what}", name, "unsupported_value")

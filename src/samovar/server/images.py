@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from PIL.Image import Image
@@ -18,8 +17,8 @@ from starlette.responses import Response
 from ..engine import Done, Event, Failed, GenerationResult, Job, Preview
 from .decode import JSON
 from .errors import api_error
-from .request import ClientRequest, HttpRequest, unless_gone
-from .respond import details_of, in_thread, make_now, result_of
+from .request import ClientRequest, HttpRequest
+from .respond import details_of, in_thread, make_now
 from .schemas import EditBody, ImageBody
 
 _PIXELS_PER_TOKEN = 16 * 16
@@ -44,28 +43,16 @@ class ImagesBody(BaseModel):
     samovar: dict[str, Any]
 
 
-class EventBody(BaseModel):
-    """One event of a stream; `data` is JSON."""
-
-    event: str
-    data: str
-
-
-async def respond_with_images(http: HttpRequest, wanted: ClientRequest[Any]) -> Response:
+async def respond_with_images(http: HttpRequest, wanted: ClientRequest) -> Response:
     body: ImageBody = wanted.body
-    if (mask := wanted.request.inputs.get("mask")) is not None:
-        white = await asyncio.to_thread(_where_white, mask)
-        inputs = {**wanted.request.inputs, "mask": white}
-        wanted = replace(wanted, request=replace(wanted.request, inputs=inputs, arguments=None))
     status = wanted.state.omni.status
 
     async def answer(job: Job) -> tuple[AsyncIterator[bytes], str]:
         """Nothing is sent before the first event, so a failure in the queue has its own status."""
         if not body.stream:
-            result = await result_of(http, job)
-            return in_thread(images_pieces(body, result, status().memory_bytes)), JSON
+            return in_thread(images_pieces(body, await job.result(), status().memory_bytes)), JSON
         events = job.__aiter__()
-        first = await unless_gone(http, events.__anext__())
+        first = await anext(events)
         if isinstance(first, Failed):
             raise first.error
         return stream(first, events), "text/event-stream"
@@ -78,7 +65,7 @@ async def respond_with_images(http: HttpRequest, wanted: ClientRequest[Any]) -> 
             if isinstance(event, (Done, Failed)):
                 return
             num_previews += isinstance(event, Preview)
-            event = await events.__anext__()
+            event = await anext(events)
 
     return await make_now(http, wanted, answer)
 
@@ -162,11 +149,3 @@ def _usage(body: ImageBody, result: GenerationResult) -> dict[str, Any]:
         "input_tokens_details": {"text_tokens": words, "image_tokens": 0},
         "output_tokens_details": {"text_tokens": 0, "image_tokens": patches},
     }
-
-
-def _where_white(mask: Image) -> Image:
-    """A mask in OpenAI's way, which is transparent where the image is redrawn, in ours, which is white there."""
-    alpha = mask.getchannel("A") if "A" in mask.getbands() else None
-    if alpha is None or alpha.getextrema()[0] == 255:
-        return mask
-    return alpha.point(lambda level: 255 - level)

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import itertools
 import logging
+import math
 import os
 import shutil
 import sqlite3
@@ -23,12 +24,20 @@ from pydantic import BaseModel, Field, ValidationError
 from ..core.errors import SettingError
 
 _VERSION = 3
-_SCHEMA = f"""PRAGMA auto_vacuum = FULL; PRAGMA synchronous = FULL; PRAGMA user_version = {_VERSION};
+_SCHEMA = f"""PRAGMA auto_vacuum = FULL; PRAGMA synchronous = FULL; PRAGMA temp_store = MEMORY;
+    PRAGMA user_version = {_VERSION};
     CREATE TABLE IF NOT EXISTS jobs (number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL,
         model TEXT NOT NULL, status TEXT NOT NULL, expires_at REAL, num_bytes INTEGER NOT NULL, record BLOB NOT NULL);
     CREATE INDEX IF NOT EXISTS ended ON jobs (status, expires_at);
     CREATE INDEX IF NOT EXISTS expiring ON jobs (expires_at);
-    CREATE INDEX IF NOT EXISTS sizes ON jobs (num_bytes);"""
+    CREATE TEMP TABLE totals AS SELECT COUNT(*) AS count, CAST(TOTAL(num_bytes) AS INTEGER) AS bytes FROM jobs;
+    CREATE TEMP TRIGGER added AFTER INSERT ON jobs
+        BEGIN UPDATE totals SET count = count + 1, bytes = bytes + NEW.num_bytes; END;
+    CREATE TEMP TRIGGER changed AFTER UPDATE ON jobs
+        BEGIN UPDATE totals SET bytes = bytes + NEW.num_bytes - OLD.num_bytes; END;
+    CREATE TEMP TRIGGER removed AFTER DELETE ON jobs
+        BEGIN UPDATE totals SET count = count - 1, bytes = bytes - OLD.num_bytes; END;"""
+"""Totals are kept in memory, by triggers: counting would read the whole index at each new job."""
 _SAVE = """INSERT INTO jobs (id, model, status, expires_at, num_bytes, record) VALUES (?, ?, ?, ?, ?, ?)
     ON CONFLICT (id) DO UPDATE SET status = excluded.status, expires_at = excluded.expires_at,
     num_bytes = excluded.num_bytes, record = excluded.record"""
@@ -68,6 +77,16 @@ class VideoJob(VideoData):
     """When its client no longer waits for it to begin."""
     attempts: int = 0
     """How often it was begun."""
+    turn: tuple[float, int] = Field(default=(0.0, 0), exclude=True)
+    """While it waits: the lowest is next. The highest priority, then whoever waits for longest."""
+    running: Any = Field(default=None, exclude=True)
+    """The engine's job, from when it has been submitted."""
+    preview: bytes | None = Field(default=None, exclude=True)
+
+    @property
+    def left_s(self) -> float:
+        """What is left of the time in which it must begin."""
+        return math.inf if self.begin_by is None else self.begin_by - time.time()
 
 
 class JobStore:
@@ -75,6 +94,8 @@ class JobStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.unfinished: dict[str, VideoJob] = {}
+        """Jobs that are waited for, as they are now: the database is behind where the disk is full."""
         with contextlib.ExitStack() as opened:
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -101,7 +122,7 @@ class JobStore:
         found = []
         for id, record in self._database.execute(f"SELECT id, record FROM jobs WHERE {where}", values).fetchall():
             try:
-                found.append(VideoJob.model_validate_json(record))
+                found.append(self.unfinished.get(id) or VideoJob.model_validate_json(record))
             except ValidationError:
                 _set_aside(self.file(id))
                 self.delete("id = ?", id)
@@ -121,8 +142,8 @@ class JobStore:
 
     def usage(self) -> tuple[int, int]:
         """How many jobs are kept, and the bytes that their files and records take, or may take when they are there."""
-        count, num_bytes = self._database.execute("SELECT COUNT(*), TOTAL(num_bytes) FROM jobs").fetchone()
-        return count, int(num_bytes)
+        found: tuple[int, int] = self._database.execute("SELECT count, bytes FROM totals").fetchone()
+        return found
 
     def save(self, job: VideoJob) -> None:
         """Add a job or store its changes; sqlite3.OperationalError on a full disk."""

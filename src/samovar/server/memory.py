@@ -40,7 +40,7 @@ class Hold:
             message = (
                 f"The server holds {ledger.what} of {ledger.used:,} bytes for others; its limit is {ledger.most:,}."
             )
-            raise ApiError(503, f"{message} Try again.", code="memory_full", headers={"Retry-After": "1"})
+            raise ApiError(f"{message} Try again.", None, "memory_full", 503, {"Retry-After": "1"})
         ledger.used += amount
         self._held += amount
 

@@ -88,11 +88,11 @@ class Middleware:
         # Browsers always send a host; some health probes do not.
         if self._hosts is not None and host is not None and _without_port(host) not in self._hosts:
             message = f"This server does not know the host {host[:80]!r}. Start it with --allowed-host to allow it."
-            return ApiError(403, message, code="host_not_allowed")
+            return ApiError(message, None, "host_not_allowed", 403)
         own = (f"http://{host}", f"https://{host}")
         if origin is not None and origin not in (*self._config.cors_origins, *own):
             message = "Pages of other sites may not use this server. Start it with --cors-origin to allow one."
-            return ApiError(403, message, code="origin_not_allowed")
+            return ApiError(message, None, "origin_not_allowed", 403)
         return None
 
     async def _check_key(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,7 +104,7 @@ class Middleware:
             await self._app(scope, receive, send)
             return
         message = "The API key is missing or wrong. Send it as the header Authorization: Bearer KEY."
-        error = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        error = ApiError(message, None, "invalid_api_key", 401, {"WWW-Authenticate": "Bearer"})
         await error.response()(scope, receive, send)
 
     def _is_open(self, path: str) -> bool:
@@ -117,7 +117,7 @@ def _framing_error(headers: Headers) -> ApiError | None:
     if "content-length" not in headers or "transfer-encoding" not in headers:
         return None
     message = "The request has both Content-Length and Transfer-Encoding. Send one of them."
-    return ApiError(400, message, code="invalid_http", headers={"Connection": "close"})
+    return ApiError(message, None, "invalid_http", 400, {"Connection": "close"})
 
 
 def _without_port(host: str) -> str:

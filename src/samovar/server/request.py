@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import starlette.requests
 from PIL.Image import Image
 from starlette.requests import ClientDisconnect
 
 from ..core.errors import SettingError
-from ..engine import Job, Request
-from .decode import IMAGE, JSON, Task, reference_of
-from .errors import ApiError, api_error, refusal
+from ..engine import Request
+from .decode import IMAGE, JSON, Found, Task, reference_of
+from .errors import ApiError, api_error
 from .memory import Hold
 from .output_size import OutputSize, output_size
-from .schemas import Body, read_body
+from .schemas import RequestBody, read_body
 from .state import AppState
 
 FORM = "multipart/form-data"
@@ -31,21 +31,18 @@ Images = dict[str, list[Image]]
 """By what they are."""
 
 
-@dataclass(frozen=True)
-class ClientRequest(Generic[Body]):
+class ClientRequest(NamedTuple):
     """What a client asks for: its fields, the request for the engine that they are, and how much that makes."""
 
     state: AppState
-    body: Body
+    body: Any
     request: Request
     size: OutputSize
 
-    def submit(self, deadline_s: float | None) -> Job:
-        """Put it into the engine's queue."""
-        return self.state.omni.submit(self.request, priority=self.body.priority or 0, deadline_s=deadline_s)
 
-
-def client_request(state: AppState, kind: type[Body], values: Mapping[str, Any], images: Images) -> ClientRequest[Body]:
+def client_request(
+    state: AppState, kind: type[RequestBody], values: Mapping[str, Any], images: Images
+) -> ClientRequest:
     """A request from the values of its fields. What the model does not take, or is above the limits, is refused before
     anything is allocated."""
     facts, several = state.omni.facts, images.get("image", [])
@@ -62,19 +59,21 @@ def client_request(state: AppState, kind: type[Body], values: Mapping[str, Any],
             lora=state.adapters_of(body.model, [adapter.model_dump() for adapter in body.lora or ()]),
             tolerance=state.tolerance_of(body.tolerance, body.quality),
             inputs={name: each[0] for name, each in images.items() if name != "image"},
+            priority=body.priority or 0,
+            deadline_s=body.deadline,
         )
         request = facts.check(request)
         size = output_size(facts, request, state.config.limits)
     except SettingError as error:  # By the names that parameters have in this kind of request.
         refused = api_error(error)
-        refused.param = body.wire_names.get(refused.param or "", refused.param)
+        refused.param = body.wire_name(refused.param)
         raise refused from error
     if size.num_bytes > state.images.most:
         message = (
             f"The {facts.output} would take {size.num_bytes:,} bytes of memory; the limit is {state.images.most:,}"
         )
         param = "n" if facts.output.kind == "image" else "size"
-        raise refusal(param, f"{message} (--max-memory). Ask for less.", "size_above_limit")
+        raise ApiError(f"{message} (--max-memory). Ask for less.", param, "size_above_limit")
     return ClientRequest(state, body, request, size)
 
 
@@ -83,23 +82,30 @@ async def read_values(
 ) -> tuple[dict[str, Any], Images]:
     """Receive a body: the values of its fields, those of a form as text, and its images. Its files have these names,
     and are these inputs."""
-    limits, found = state.config.limits, Images()
+    limits = state.config.limits
     task = Task(http.headers["content-type"] if kind == FORM else JSON, limits.max_pixels, limits.max_prompt_characters,
                 limits.max_body_s, tuple(files))  # fmt: skip
     with state.bodies.hold() as hold:
         parts = await receive_body(http, limits.max_upload_bytes if files else limits.max_json_bytes, hold)
-        values, images = await unless_gone(http, state.decode_pool.read(task, parts))
-        for name in [name for name in values if name.partition("[")[0] in files]:
-            field = name.partition("[")[0]
-            if field in dict(images):
-                raise refusal(field, f"The field {field!r} is given twice.", "invalid_form")
-            content = await unless_gone(http, state.fetcher.fetch(field, reference_of(name, values.pop(name))))
-            hold.add(len(content))
-            task = task._replace(content_type=IMAGE, files=(field,))
-            images += (await unless_gone(http, state.decode_pool.read(task, [content])))[1]
+        values, images = await unless_gone(http, _read(state, task, parts, hold))
+    found = Images()
     for name, image in images:
         found.setdefault(files[name], []).append(image)
     return values, found
+
+
+async def _read(state: AppState, task: Task, parts: list[bytes], hold: Hold) -> Found:
+    """What a body holds, with the images that it names by URL."""
+    values, images = await state.decode_pool.read(task, parts)
+    for name in [name for name in values if name.partition("[")[0] in task.files]:
+        field = name.partition("[")[0]
+        if field in dict(images):
+            raise ApiError(f"The field {field!r} is given twice.", field, "invalid_form")
+        content = await state.fetcher.fetch(field, reference_of(name, values.pop(name)))
+        hold.add(len(content))
+        one = task._replace(content_type=IMAGE, files=(field,))
+        images += (await state.decode_pool.read(one, [content]))[1]
+    return values, images
 
 
 def check_type(http: HttpRequest, *expected: str) -> str:
@@ -108,29 +114,23 @@ def check_type(http: HttpRequest, *expected: str) -> str:
     kind = header.partition(";")[0].strip()
     if kind not in expected or _OTHER_CHARSET.search(header):
         message = f"Content-Type must be {' or '.join(expected)} in UTF-8, not {header[:80]!r}."
-        raise ApiError(415, message, code="unsupported_media_type")
+        raise ApiError(message, None, "unsupported_media_type", 415)
     return kind
 
 
 async def receive_body(http: HttpRequest, max_bytes: int, hold: Hold) -> list[bytes]:
     """The body of a request, in pieces: joining them would stop everybody else."""
-    too_large = ApiError(413, f"The body is longer than {max_bytes:,} bytes.", code="body_too_large")
+    too_large = ApiError(f"The body is longer than {max_bytes:,} bytes.", None, "body_too_large", 413)
     announced = http.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise too_large
-    parts: list[bytes] = []
-    received, is_more = 0, True
-    while is_more:
-        message = await _next(http, hold)
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        part, is_more = message.get("body", b""), message.get("more_body", False)
+    parts, received = list[bytes](), 0
+    async for part in HttpRequest(http.scope, functools.partial(_next, http, hold)).stream():
         received += len(part)
         if received > max_bytes:
             raise too_large
-        if part:
-            hold.add_part(part)
-            parts.append(part)
+        hold.add_part(part)
+        parts.append(part)
     return parts
 
 
@@ -143,7 +143,7 @@ async def _next(http: HttpRequest, hold: Hold) -> Any:
         except TimeoutError:
             if hold.ledger.is_tight:
                 message = f"Nothing was received for {_STALL_S:g} s, and memory is short. Try again."
-                raise ApiError(408, message, code="body_stalled") from None
+                raise ApiError(message, None, "body_stalled", 408) from None
 
 
 async def unless_gone(http: HttpRequest, work: Awaitable[Answer]) -> Answer:

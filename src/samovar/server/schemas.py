@@ -19,15 +19,15 @@ from starlette.requests import HTTPConnection
 from ..core.errors import nearest
 from ..core.files import brief, parse_settings
 from ..engine import OmniDiffusionSamplingParams, PipelineFacts
-from .errors import ApiError, refusal
+from .errors import ApiError
 from .settings import Limits
 
 _MAX_SEED = 2**63 - 1
 _SCALAR = re.compile(r"true|false|-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,18})?", flags=re.ASCII)
 _OPENAI = ("background", "moderation", "style", "input_fidelity", "user")
 """Fields of OpenAI's own models."""
-_LIMITED = {"n": ("le", "max_images"), "num_inference_steps": ("le", "max_steps"), "num_frames": ("le", "max_frames"),
-            "prompt": ("max_length", "max_prompt_characters"),
+_LIMITED = {"num_outputs_per_prompt": ("le", "max_images"), "num_inference_steps": ("le", "max_steps"),
+            "num_frames": ("le", "max_frames"), "prompt": ("max_length", "max_prompt_characters"),
             "negative_prompt": ("max_length", "max_prompt_characters")}  # fmt: skip
 """Fields with a limit of the server: its kind, and its name."""
 _MESSAGES = {"prompt": "prompt is empty. Say what to make.", "input": "input is empty. Say what to make.",
@@ -89,8 +89,6 @@ class RequestBody(BaseModel):
     """A request. Every field but the prompt may be null, which is the same as leaving it out."""
 
     model_config = STRICT
-    wire_names: ClassVar[Mapping[str, str]] = {}
-    """What parameters of the engine are called in this body, if not the same."""
     option_names: ClassVar[tuple[str, ...]] = ()
     """Fields that are arguments of the loaded pipeline."""
 
@@ -124,20 +122,23 @@ class RequestBody(BaseModel):
         """Refuse fields that make no sense beside others."""
 
     def params(self) -> OmniDiffusionSamplingParams:
-        names = {field.name for field in fields(OmniDiffusionSamplingParams)} & type(self).model_fields.keys()
-        given = {name: getattr(self, name) for name in names} | self._other_params()
+        names = {field.name for field in fields(OmniDiffusionSamplingParams)}
+        given = {name: value for name, value in self if name in names} | _sides(getattr(self, "size", None))
+        given.setdefault("num_outputs_per_prompt", 1)
         options = {name: getattr(self, name) for name in self.option_names if getattr(self, name) is not None}
-        return OmniDiffusionSamplingParams(**given | {"options": options | given.get("options", {})})
+        return OmniDiffusionSamplingParams(**given, options=options)
 
-    def _other_params(self) -> dict[str, Any]:
-        """Those that have another name."""
-        return {}
+    @classmethod
+    def wire_name(cls, name: str | None) -> str | None:
+        """What a parameter of the engine is called in this body."""
+        field = cls.model_fields.get(name or "")
+        return name if field is None else field.alias or name
 
 
 class ImageBody(RequestBody):
     """A request for images."""
 
-    n: Count | None = None
+    num_outputs_per_prompt: Count | None = Field(None, alias="n")
     size: Size | None = None
     response_format: Literal["b64_json"] | None = None
     output_format: Literal["png", "jpeg", "webp"] | None = None
@@ -164,14 +165,11 @@ class ImageBody(RequestBody):
     def check(self) -> None:
         for name in ("partial_images", "progress"):
             if getattr(self, name) and not self.stream:
-                raise refusal(name, f"{name} needs stream=true.")
+                raise ApiError(f"{name} needs stream=true.", name)
         if self.output_compression is not None and self.format == "png":
-            raise refusal("output_compression", "output_compression is for jpeg and webp; png is lossless.")
-        if (self.seed or 0) + (self.n or 1) - 1 > _MAX_SEED:
-            raise refusal("seed", f"seed + n - 1 must be at most {_MAX_SEED}: image i uses seed + i.")
-
-    def _other_params(self) -> dict[str, Any]:
-        return _sides(self.size) | {"num_outputs_per_prompt": self.n}
+            raise ApiError("output_compression is for jpeg and webp; png is lossless.", "output_compression")
+        if (self.seed or 0) + (self.num_outputs_per_prompt or 1) - 1 > _MAX_SEED:
+            raise ApiError(f"seed + n - 1 must be at most {_MAX_SEED}: image i uses seed + i.", "seed")
 
 
 class GenerationBody(ImageBody):
@@ -187,8 +185,6 @@ class EditBody(ImageBody):
 class VideoBody(RequestBody):
     """The body of /v1/videos, without its file"""
 
-    wire_names = {"image": "input_reference"}
-
     size: Size | None = None
     seconds: Seconds = None
     width: Side | None = None
@@ -201,10 +197,11 @@ class VideoBody(RequestBody):
 
     def check(self) -> None:
         if _sides(self.size) and (self.width or self.height):
-            raise refusal("size", "size says the same as width and height. Give one of them.")
+            raise ApiError("size says the same as width and height. Give one of them.", "size")
 
-    def _other_params(self) -> dict[str, Any]:
-        return _sides(self.size) | {"num_outputs_per_prompt": 1}
+    @classmethod
+    def wire_name(cls, name: str | None) -> str | None:
+        return "input_reference" if name == "image" else name
 
 
 class RemixBody(BaseModel):
@@ -218,20 +215,16 @@ class RemixBody(BaseModel):
 class AudioBody(RequestBody):
     """The body of /v1/audio/generate"""
 
-    wire_names = {"prompt": "input", "seconds": "audio_length", "audio_start_in_s": "audio_start"}
+    option_names = ("audio_start_in_s",)
 
     prompt: Prompt = Field(alias="input")
-    audio_length: Seconds = None
-    audio_start: float | None = Field(None, ge=0, le=86_400)
+    seconds: Seconds = Field(None, alias="audio_length")
+    audio_start_in_s: float | None = Field(None, alias="audio_start", ge=0, le=86_400)
     response_format: Literal["wav", "mp3", "flac", "pcm", "aac", "opus"] | None = None
 
     @property
     def format(self) -> str:
         return self.response_format or "wav"
-
-    def _other_params(self) -> dict[str, Any]:
-        start = {} if self.audio_start is None else {"audio_start_in_s": self.audio_start}
-        return {"seconds": self.audio_length, "num_outputs_per_prompt": 1, "options": start}
 
 
 class SpeechBody(AudioBody):
@@ -258,11 +251,13 @@ def schema_of(kind: type[Body], limits: Limits, facts: PipelineFacts | None = No
         name: (Annotated[known[name].annotation, limited[name]], known[name]) for name in known.keys() & limited
     }
     options = {} if facts is None else _options(facts, limits)
-    options = {name: (type | None, None) for name, type in options.items() if name not in field_names(kind)}
+    options = {
+        name: (type | None, None) for name, type in options.items() if name not in known.keys() | field_names(kind)
+    }
     if facts is not None and not facts.takes_prompt:
         added["prompt"] = (Text, "")
     made = create_model(kind.__name__, __base__=kind, __doc__=kind.__doc__, **added, **options)
-    made.option_names = tuple(options)
+    made.option_names = (*kind.option_names, *options)
     return made
 
 
@@ -296,7 +291,7 @@ def read_query(kind: type[Checked], http: HTTPConnection) -> Checked:
     """What is behind the question mark of an address."""
     for name in http.query_params:
         if len(http.query_params.getlist(name)) > 1:
-            raise refusal(name, f"{name[:50]!r} is given more than once. Give it once.")
+            raise ApiError(f"{name[:50]!r} is given more than once. Give it once.", name)
     return read_body(kind, read_texts(kind, http.query_params))
 
 
@@ -309,7 +304,7 @@ def read_texts(kind: type[BaseModel], texts: Mapping[str, str]) -> dict[str, Any
             if text.startswith(("{", "[")) or _SCALAR.fullmatch(text):
                 values[name] = parse_settings(text)
         except ValueError as error:
-            raise refusal(name, f"{name} is not valid JSON: {error}.") from None
+            raise ApiError(f"{name} is not valid JSON: {error}.", name) from None
     return values
 
 
@@ -361,16 +356,18 @@ def _refused(error: ValidationError, kind: type[BaseModel], facts: PipelineFacts
         message = _MESSAGES[name]
     elif problem == "missing":
         message = f"{name} is missing."
-    return refusal(name, message, _CODES.get(problem, "invalid_type" if problem.endswith("_type") else "invalid_value"))
+    return ApiError(
+        message, name, _CODES.get(problem, "invalid_type" if problem.endswith("_type") else "invalid_value")
+    )
 
 
 def _unknown(name: str, within: list[str], kind: type[BaseModel], facts: PipelineFacts | None) -> ApiError:
     if within:
         remedy = "Adapters are registered with the server's option --lora; a request gives a name and a scale."
-        return refusal(name, f"{name}: {within[-1]!r} is not taken. {remedy}", "unknown_field")
+        return ApiError(f"{name}: {within[-1]!r} is not taken. {remedy}", name, "unknown_field")
     if facts is not None and name in facts.takes - {"prompt"}:
         why = "It is no plain value, or says how much is computed: for that there are size, n, num_frames, seconds."
         message = f"{name!r} is an argument of the pipeline that requests cannot set. {why}"
-        return refusal(name, message, "unsupported_value")
+        return ApiError(message, name, "unsupported_value")
     hint = nearest(name, field_names(kind).difference(_OPENAI))
-    return refusal(name, f"{name!r} is not a known field. {hint}", "unknown_field")
+    return ApiError(f"{name!r} is not a known field. {hint}", name, "unknown_field")

@@ -13,7 +13,7 @@ from ..core.settings import read_tolerance
 from ..engine import Request
 from ..omni import AsyncOmni
 from .decode import DecodePool
-from .errors import ApiError, refusal
+from .errors import ApiError
 from .fetch import Fetcher
 from .memory import Ledger
 from .output_size import output_size
@@ -56,15 +56,10 @@ class AppState:
 
     def open(self) -> None:
         """Take requests, once the engine has started. Refused if the model's own defaults exceed the limits."""
-        defaults, limits, facts = self.omni.defaults, self.config.limits, self.omni.facts
+        facts = self.omni.facts
         try:
-            for name, limit in (("num_inference_steps", "max_steps"), ("num_outputs_per_prompt", "max_images")):
-                value, most = getattr(defaults, name) or 0, getattr(limits, limit)
-                if value > most:
-                    option = limit.replace("_", "-")
-                    raise SettingError(f"{name} is {value}; the limit is {most} (--{option}).", param=name)
-            facts.check_size(defaults)
-            self.usual_size = output_size(facts, Request(""), limits)
+            facts.check_size(self.omni.defaults)
+            self.usual_size = output_size(facts, Request(""), self.config.limits)
         except SettingError as error:
             message = f"With the defaults, requests that leave them out would all be refused: {error}"
             raise SettingError(message, param=error.param) from error
@@ -143,7 +138,7 @@ class AppState:
             return lora
         if lora and lora != [{"name": model, "scale": lora[0].get("scale")}]:
             message = f"model names the adapter {model!r}, and lora names others. Give the model {self.model_name!r}."
-            raise refusal("lora", message)
+            raise ApiError(message, "lora")
         return lora or [{"name": model}]
 
     @property
@@ -160,9 +155,9 @@ class AppState:
                 return None  # Every step is computed, or nothing special is asked for; or see `is_exact`.
             return by_quality if most is None or read_tolerance(by_quality) <= most else most
         if by_quality is not None:
-            raise refusal("tolerance", "Give a quality or a tolerance, not both.")
+            raise ApiError("Give a quality or a tolerance, not both.", "tolerance")
         if most is not None and read_tolerance(tolerance) > most:
-            raise refusal("tolerance", f"A tolerance of {tolerance} is above the limit of this server, {most:g}.")
+            raise ApiError(f"A tolerance of {tolerance} is above the limit of this server, {most:g}.", "tolerance")
         return tolerance
 
     def is_exact(self, cache: bool | None, quality: str | None) -> bool:
@@ -182,20 +177,20 @@ class AppState:
         known = (*self.model_names, *self.adapters)
         if name not in (None, *known):
             message = f"The model {(name or '')[:80]!r} is not served here. {nearest(name or '', known)}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise ApiError(message, "model", "model_not_found", 404)
 
     def check_open(self, kind: str | None = None) -> None:
         """Refuse while the model loads, or if it never will be; and what it does not make."""
         if self.phase == "loading":
-            raise ApiError(503, "The model is still loading.", code="loading", headers={"Retry-After": "2"})
+            raise ApiError("The model is still loading.", None, "loading", 503, {"Retry-After": "2"})
         if not self.is_loaded:
             raise ShuttingDownError("The server is shutting down before its model was loaded.")
         made = self.omni.output.kind
         if kind not in (None, made):
             message = f"The model {self.model_name!r} makes {self.omni.output}. Ask for it at {_ADDRESSES[made]}."
-            raise refusal("model", message, "unsupported_model")
+            raise ApiError(message, "model", "unsupported_model")
 
     def check_can_edit(self) -> None:
         if not self.omni.can_edit:
             message = f"The model {self.model_name!r} only makes images from text; it cannot edit."
-            raise refusal("image", message, "unsupported_model")
+            raise ApiError(message, "image", "unsupported_model")

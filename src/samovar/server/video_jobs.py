@@ -17,7 +17,6 @@ import shutil
 import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -25,7 +24,7 @@ from pydantic_core import to_json
 
 from ..core.errors import QueueFullError, QueueTimeoutError, SamovarError, ShuttingDownError, WorkerLostError
 from ..core.settings import parse_bytes
-from ..engine import Done, Failed, GenerationResult, Job, Preview, Progress, Started
+from ..engine import Done, Failed, GenerationResult, Preview, Progress, Started
 from ..media import Video, check_suffix, encode, spritesheet, thumbnail, webp
 from .errors import ApiError, api_error
 from .job_store import JobStore, VideoJob, row_of
@@ -43,7 +42,7 @@ _MAX_ATTEMPTS = 3
 """How often a job is begun, if servers or workers end while they make it."""
 _DISK_BYTES_PER_PIXEL = 1.5
 """Of a file at most: as many as in uncompressed video."""
-_TICK_S, _TICKS_TO_TIDY = 0.5, 60
+_TICK_S = 0.5
 _PAUSE_S, _FULL_PAUSE_S = 0.5, 5.0
 """Until another try, when there is no room or no worker; and when the disk is full."""
 _TOO_LATE = "The video was not begun before its deadline. Allow more time, or try again later."
@@ -53,22 +52,6 @@ FILES = {"video": ("video.mp4", "video/mp4"), "thumbnail": ("thumbnail.webp", "i
 """By variant: the name, and the type."""
 
 log = logging.getLogger("samovar.server")
-
-
-@dataclass(eq=False)
-class Making:
-    """A job that waits or is made."""
-
-    job: VideoJob
-    turn: tuple[float, int]
-    """The lowest is next: the highest priority, then whoever waits for longest."""
-    running: Job | None = None
-    preview: bytes | None = None
-
-    @property
-    def left_s(self) -> float:
-        """What is left of the time in which it must begin."""
-        return math.inf if self.job.begin_by is None else self.job.begin_by - time.time()
 
 
 class VideoJobs:
@@ -83,8 +66,7 @@ class VideoJobs:
         self._thread = ThreadPoolExecutor(1, "samovar jobs")
         """Where the store is used: a disk may be slow."""
         self._numbers = itertools.count()
-        self._queue = asyncio.PriorityQueue[tuple[float, int, Making | None]]()
-        self.makings: dict[str, Making] = {}
+        self._queue = asyncio.PriorityQueue[tuple[float, int, VideoJob | None]]()
         is_unfinished = "model = ? AND status IN ('queued', 'in_progress') ORDER BY number"
         for job in self.store.find(is_unfinished, state.model_name):
             job.status, job.progress = "queued", 0
@@ -101,7 +83,7 @@ class VideoJobs:
         self._thread.shutdown()
         self.store.close()
 
-    async def _in_thread(self, do: Any, *args: Any) -> Any:
+    async def in_thread(self, do: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, do, *args)
 
     def _make_room(self, num_bytes: int) -> None:
@@ -119,14 +101,14 @@ class VideoJobs:
             f"{self._max_bytes:,} (--max-job-disk); {count:,} of at most {max_jobs:,} are kept (--max-jobs). Delete "
             "some videos, wait until they expire, or ask for less."
         )
-        raise ApiError(507, message, code="disk_full", headers={"x-should-retry": "false"})
+        raise ApiError(message, None, "disk_full", 507, {"x-should-retry": "false"})
 
-    async def create(self, wanted: ClientRequest[VideoBody], remixed_from: str | None = None) -> VideoJob:
+    async def create(self, wanted: ClientRequest, remixed_from: str | None = None) -> VideoJob:
         """Keep a request; an error if it cannot be served or kept."""
         body, request, size, most = wanted.body, wanted.request, wanted.size, self._state.omni.config.max_queue
         if self._state.phase == "draining":
             raise ShuttingDownError("The server is shutting down.")
-        if sum(making.job.status == "queued" for making in self.makings.values()) >= most:
+        if sum(job.status == "queued" for job in self.store.unfinished.values()) >= most:
             raise QueueFullError(f"{most} videos are already waiting (--max-queue). Try again later.", 5.0)
         images = {f"{name}.png": image for name, image in request.inputs.items()}
         images |= {f"image-{number}.png": image for number, image in enumerate(request.images)}
@@ -150,41 +132,33 @@ class VideoJobs:
 
         with self._state.images.hold(BYTES_PER_PIXEL * sent):
             try:
-                await self._in_thread(keep)
+                await self.in_thread(keep)
             except (OSError, sqlite3.OperationalError) as error:
                 shutil.rmtree(self.store.file(job.id), ignore_errors=True)
                 raise _full_disk(error) from error
         self._begin(job)
         return job
 
-    def live(self, job: VideoJob) -> VideoJob:
-        """A job as it is now; the database is behind where the disk is full."""
-        return self.makings[job.id].job if job.id in self.makings else job
-
     async def find(self, id: str, param: str = "id") -> VideoJob:
         """A job that has not expired."""
         is_wanted = "id = ? AND (expires_at IS NULL OR expires_at > ?)"
-        if not (found := await self._in_thread(self.store.find, is_wanted, id, time.time())):
-            raise _unknown(id, param)
-        return self.live(found[0])
-
-    async def page(self, after: str | None, limit: int, order: str) -> tuple[list[VideoJob], bool]:
-        """Some jobs by age, of `MAX_PAGE_BYTES` together or a single one, and whether there are more."""
-        found, has_more = await self._in_thread(self.store.page, after, limit, order)
-        return [self.live(job) for job in found], has_more
+        for job in await self.in_thread(self.store.find, is_wanted, id, time.time()):
+            found: VideoJob = job
+            return found
+        raise _unknown(id, param)
 
     async def delete(self, id: str) -> None:
         """Forget a job. If it runs, the worker stops at its next step."""
         try:
-            if not await self._in_thread(self.store.delete, "id = ?", id):
+            if not await self.in_thread(self.store.delete, "id = ?", id):
                 raise _unknown(id)
         except sqlite3.OperationalError as error:
             raise _full_disk(error) from error
-        making = self.makings.pop(id, None)
-        if making is not None and making.running is not None:
-            making.running.cancel()
+        job = self.store.unfinished.pop(id, None)
+        if job is not None and job.running is not None:
+            job.running.cancel()
 
-    def load(self, job: VideoJob, prompt: str | None = None) -> ClientRequest[VideoBody]:
+    def load(self, job: VideoJob, prompt: str | None = None) -> ClientRequest:
         """The request of a job, from its folder, or the same for another prompt. Slow: use a thread."""
         images: dict[str, list[Image.Image]] = {}
         for file in sorted(self.store.file(job.id).glob("*.png"), key=lambda file: (len(file.name), file.name)):
@@ -197,60 +171,58 @@ class VideoJobs:
     # ------------------------------------------------------------------------------------------ making
 
     def _begin(self, job: VideoJob) -> None:
-        making = Making(job, (-job.samovar["request"].get("priority", 0), next(self._numbers)))
-        self.makings[job.id] = making
-        self._queue.put_nowait((*making.turn, making))
+        job.turn = (-job.samovar["request"].get("priority", 0), next(self._numbers))
+        self.store.unfinished[job.id] = job
+        self._queue.put_nowait((*job.turn, job))
 
     async def _tick(self) -> None:
-        """Give up what has waited for too long, and from time to time what has expired."""
-        for tick in itertools.count():
+        """Give up what has waited for too long, and delete what has expired."""
+        while True:
             await asyncio.sleep(_TICK_S)
-            for making in list(self.makings.values()):
-                if making.running is None and making.left_s < 0:
-                    await self._end(making, QueueTimeoutError(_TOO_LATE))
-            if tick % _TICKS_TO_TIDY == 0:
-                with contextlib.suppress(sqlite3.OperationalError):  # A full disk.
-                    await self._in_thread(self.store.delete, "expires_at <= ?", time.time())
+            for job in list(self.store.unfinished.values()):
+                if job.running is None and job.left_s < 0:
+                    await self._end(job, QueueTimeoutError(_TOO_LATE))
+            with contextlib.suppress(sqlite3.OperationalError):  # A full disk.
+                await self.in_thread(self.store.delete, "expires_at <= ?", time.time())
 
     async def _make_all(self) -> None:
         """Make what is next, again and again."""
-        while (making := (await self._queue.get())[-1]) is not None:
-            if making.job.id in self.makings and self._state.phase != "draining":
-                task = asyncio.create_task(self._make(making))
-                await asyncio.wait([task])
-                if (error := task.exception()) is not None:
-                    await self._give_up(making, error)
+        while (job := (await self._queue.get())[-1]) is not None:
+            if job.id in self.store.unfinished and self._state.phase != "draining":
+                (error,) = await asyncio.gather(self._make(job), return_exceptions=True)
+                if error is not None:
+                    await self._give_up(job, error)
 
-    async def _make(self, making: Making) -> None:
-        job = making.job
+    async def _make(self, job: VideoJob) -> None:
         if job.attempts >= _MAX_ATTEMPTS:
             raise WorkerLostError(f"The server ended {job.attempts} times while it made this video.")
         if shutil.disk_usage(self.store.folder).free < job.num_bytes:  # It would be made in vain.
-            raise ApiError(503, "The disk is full.", code="memory_full")
+            raise ApiError("The disk is full.", None, "memory_full", 503)
         wanted = await asyncio.to_thread(self.load, job)  # The model and the limits may be others now.
         with self._state.images.hold(wanted.size.num_bytes):
-            if (left_s := making.left_s) <= 0:
+            if (left_s := job.left_s) <= 0:
                 raise QueueTimeoutError(_TOO_LATE)
-            making.running = wanted.submit(None if left_s == math.inf else left_s)
-            async for event in making.running:
-                if isinstance(event, Started):
-                    job.status, job.attempts = "in_progress", job.attempts + 1
-                    with contextlib.suppress(sqlite3.OperationalError):  # A full disk: its end will be stored.
-                        await self._in_thread(self.store.save, job)
-                elif isinstance(event, Progress):
-                    job.progress = max(job.progress, min(99, 100 * event.step // event.num_steps))  # Of several passes.
-                elif isinstance(event, Preview):
-                    making.preview = await asyncio.to_thread(webp, event.image)
-                    job.samovar["has_preview"] = True
-                elif isinstance(event, Failed):
-                    raise event.error
-                elif isinstance(event, Done):
-                    await self._complete(making, event.result)
-                if job.id not in self.makings:  # It was deleted.
-                    making.running.cancel()
+            job.running = self._state.omni.submit(wanted.request, deadline_s=None if left_s == math.inf else left_s)
+            async for event in job.running:
+                match event:
+                    case Started():
+                        job.status, job.attempts = "in_progress", job.attempts + 1
+                        with contextlib.suppress(sqlite3.OperationalError):  # A full disk: its end will be stored.
+                            await self.in_thread(self.store.save, job)
+                    case Progress():  # Of several passes.
+                        job.progress = max(job.progress, min(99, 100 * event.step // event.num_steps))
+                    case Preview():
+                        job.preview = await asyncio.to_thread(webp, event.image)
+                        job.samovar["has_preview"] = True
+                    case Failed():
+                        raise event.error
+                    case Done():
+                        await self._complete(job, event.result)
+                if job.id not in self.store.unfinished:  # It was deleted.
+                    job.running.cancel()
 
-    async def _complete(self, making: Making, result: GenerationResult) -> None:
-        job, (video,) = making.job, result.videos
+    async def _complete(self, job: VideoJob, result: GenerationResult) -> None:
+        (video,) = result.videos
         try:
             job.num_bytes = await asyncio.to_thread(self.store.write, job.id, await asyncio.to_thread(_files_of, video))
         except OSError as error:
@@ -259,40 +231,39 @@ class VideoJobs:
         job.seconds = f"{video.seconds:g}"
         details = details_of(result) | {"num_frames": len(video), "fps": video.fps, "has_preview": False}
         job.samovar |= json.loads(to_json(details, inf_nan_mode="null"))
-        await self._end(making)
+        await self._end(job)
         log.info("video %s made in %.1f s", job.id, result.seconds, extra={"job": job.id, "generate_s": result.seconds})
 
-    async def _give_up(self, making: Making, error: BaseException) -> None:
+    async def _give_up(self, job: VideoJob, error: BaseException) -> None:
         """Let a job wait for another try if the server or the worker is to blame; else it has failed."""
-        job = making.job
         if not isinstance(error, SamovarError):
             log.error("the video %s failed", job.id, exc_info=error)
-            error = ApiError(500, "The server failed. Its log says why.", code="internal_error")
+            error = ApiError("The server failed. Its log says why.", None, "internal_error", 500)
         code = api_error(error).code
         if code != "shutting_down" and (code not in _AGAIN or job.attempts >= _MAX_ATTEMPTS):
-            await self._end(making, error)
+            await self._end(job, error)
             return
         job.attempts -= code == "shutting_down" and job.status == "in_progress"
-        job.status, job.progress, making.running = "queued", 0, None
+        job.status, job.progress, job.running = "queued", 0, None
         with contextlib.suppress(sqlite3.OperationalError):
-            await self._in_thread(self.store.save, job)
+            await self.in_thread(self.store.save, job)
         await asyncio.sleep(_PAUSE_S)
-        self._queue.put_nowait((*making.turn, making))
+        self._queue.put_nowait((*job.turn, job))
 
-    async def _end(self, making: Making, error: SamovarError | None = None) -> None:
+    async def _end(self, job: VideoJob, error: SamovarError | None = None) -> None:
         """Store how a job has ended, as soon as the disk has room."""
-        job = making.job
+        unfinished = self.store.unfinished
         if error is not None:
             refused = api_error(error)
-            job.status, job.num_bytes, job.error = "failed", 0, {"code": refused.code or "", "message": refused.message}
-        if error is not None or job.id not in self.makings:  # Or it was deleted while it was written.
+            job.status, job.num_bytes, job.error = "failed", 0, {"code": refused.code, "message": refused.message}
+        if error is not None or job.id not in unfinished:  # Or it was deleted while it was written.
             await asyncio.to_thread(shutil.rmtree, self.store.file(job.id), ignore_errors=True)
         job.completed_at = int(time.time())
         job.expires_at = job.completed_at + int(self._state.config.job_expiry_s)
-        while job.id in self.makings:
+        while job.id in unfinished:
             try:
-                await self._in_thread(self.store.save, job)
-                self.makings.pop(job.id, None)
+                await self.in_thread(self.store.save, job)
+                unfinished.pop(job.id, None)
             except sqlite3.OperationalError as full:
                 log.error("the end of %s cannot be stored, and is tried again: %s", job.id, full)
                 if self._state.phase == "draining":
@@ -307,9 +278,9 @@ def _files_of(video: Video) -> dict[str, bytes]:
 
 
 def _unknown(id: str, param: str = "id") -> ApiError:
-    return ApiError(404, f"There is no video {id[:80]!r}. It may have expired.", param=param, code="video_not_found")
+    return ApiError(f"There is no video {id[:80]!r}. It may have expired.", param, "video_not_found", 404)
 
 
 def _full_disk(error: Exception) -> ApiError:
     message = f"The disk is full: {getattr(error, 'strerror', error)}. Try again when there is room."
-    return ApiError(507, message, code="disk_full")
+    return ApiError(message, None, "disk_full", 507)
