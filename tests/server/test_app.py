@@ -220,13 +220,20 @@ def test_no_path_of_a_client_is_opened(server: RunningServer) -> None:
 
 def test_what_is_not_http_is_refused(server: RunningServer) -> None:
     host, port = server.address.removeprefix("http://").split(":")
-    for junk in (b"\x16\x03\x01\x02\x00\r\n\r\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b"GET  /\r\n\r\n"):
+    behind_head = b"HEAD /live HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n"
+    for junk in (
+        behind_head,
+        b"\x16\x03\x01\x02\x00\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        b"GET  /\r\n\r\n",
+    ):
         with socket.create_connection((host, int(port)), timeout=60) as raw:
             raw.sendall(junk)
             answer = b""
             while chunk := raw.recv(65536):
                 answer += chunk
         assert answer.startswith(b"HTTP/1.1 400"), junk
+    assert "Traceback" not in server.text
 
 
 @pytest.mark.slow

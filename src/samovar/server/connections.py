@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..core.errors import SettingError
@@ -65,7 +66,9 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         if self.cycle is not None:
             self.cycle.disconnected = True  # Whoever serves the request sends nothing behind this answer.
-        super().send_400_response(msg)
+        with contextlib.suppress(h11.LocalProtocolError):  # To HEAD it has no body, and a response may have begun.
+            super().send_400_response(msg)
+        self.transport.close()
 
     def has_left(self) -> bool:
         """Whether the client has closed its side, which uvicorn does not see behind half a request."""
