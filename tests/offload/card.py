@@ -77,6 +77,9 @@ class Card(HostStage):
         finally:
             self._is_own = before
 
+    def available_bytes(self) -> int | None:
+        return self.capacity
+
     def free_bytes(self) -> int | None:
         return self.capacity - self.stats.held_bytes - self.activations
 

@@ -185,8 +185,11 @@ def test_what_runs_out_of_memory_runs_again_in_less(
     offloaded = apply_offload(pipe, config(least + 2**16, told), stage=stage)
     if cause == "others take memory":
         stage.capacity = least + 2**13
-    with pytest.warns(UserWarning, match=r"ran out of memory within gpu_memory=.* runs again within"), stage:
+    with pytest.warns(UserWarning, match=r"ran out of memory|decodes with other kernels") as warned, stage:
         assert torch.equal(draw(pipe), expected)
+    said = [str(warning.message) for warning in warned]
+    assert re.search("ran out of memory within gpu_memory=.* runs again within", said[0])
+    assert all("the VAE decodes with other kernels" in text for text in said[1:])
     with stage:
         assert torch.equal(draw(pipe), expected), "and the next one has no such trouble"
     offloaded.detach()
@@ -207,7 +210,7 @@ def test_what_does_not_run_in_less_either_says_how_much_there_was(
     assert torch.equal(draw(pipe), expected)
 
 
-def test_a_decode_whose_kernels_are_refused_their_room_is_made_again_with_nothing_beside_it(
+def test_a_decode_whose_kernels_are_refused_their_room_is_not_passed_over_in_silence(
     pipe: Any, least: int, needs: dict[str, int], expected: torch.Tensor
 ) -> None:
     """As cuDNN does: a convolution asks for a workspace, and takes another kernel, which rounds otherwise, if there is
@@ -227,8 +230,11 @@ def test_a_decode_whose_kernels_are_refused_their_room_is_made_again_with_nothin
         with stage:
             draw(pipe)
             room = stage.capacity - offloaded.plan.component("vae").device_bytes - needs["vae"]
-            assert torch.equal(draw(pipe), expected)
-        assert stage.refusals() > 0
+            with pytest.warns(UserWarning, match="vae: the VAE decodes with other kernels"):
+                draw(pipe)
+            assert stage.refusals() > 0
+            assert not offloaded.history.narrow, "others were in its way"
+            assert torch.equal(draw(pipe), expected), "and are not any more"
         room = stage.capacity
         with pytest.warns(UserWarning, match="vae: the VAE decodes with other kernels"), stage:
             assert not torch.equal(draw(pipe), expected)
@@ -236,6 +242,53 @@ def test_a_decode_whose_kernels_are_refused_their_room_is_made_again_with_nothin
     finally:
         handle.remove()
         offloaded.detach()
+
+
+def test_what_is_called_in_parts_needs_what_the_largest_of_them_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wan's VAE decodes the first frame alone, and then four at a time beside features of those before."""
+    monkeypatch.setattr("samovar.offload.measured._SPARE", 0)
+    tiny = PIPELINES["wan"]
+    pipe = tiny.build(0)
+    expected = tiny.run(pipe, 2, output_type="pt")
+    given = OffloadConfig(gpu_memory=2**30, figures="none", frames=9, height=32, width=48)
+    whole = prepare_offload(pipe, given, stage=Card(2**30)).plan
+    offloaded = apply_offload(pipe, replace(given, gpu_memory=whole.peak_bytes - 1), stage=Card(2**30, is_real=True))
+    stage: Any = offloaded.stage
+    seen: list[int] = []
+    monkeypatch.setattr(offloaded, "_note_need", lambda name, need: (seen.append(need), note(name, need)))
+    note = Offloaded._note_need.__get__(offloaded)
+    try:
+        with stage:
+            assert torch.equal(tiny.run(pipe, 2, output_type="pt"), expected)
+            *_, first, second, third = seen
+            assert first < second
+            assert offloaded.history.needs["vae"] == max(first, second, third)
+            seen.clear()
+            assert torch.equal(tiny.run(pipe, 2, output_type="pt"), expected)
+            assert not seen, "a run has shown it"
+    finally:
+        offloaded.detach()
+
+
+def test_a_run_that_is_cut_off_shows_nothing_of_what_was_called_in_it(
+    pipe: Any, least: int, needs: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("samovar.trace.activations._BYTES", 0)
+    stage, others = Card(2**30, is_real=True), {name: need for name, need in needs.items() if name != "vae"}
+    offloaded = apply_offload(pipe, config(least + 2**18, others, figures="none"), stage=stage)
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with stage:
+        with monkeypatch.context() as patch:
+            patch.setattr(pipe.image_processor, "postprocess", stop)
+            with pytest.raises(KeyboardInterrupt):
+                draw(pipe)
+        assert not offloaded.history.needs
+        draw(pipe)
+    assert "vae" in offloaded.history.needs
+    offloaded.detach()
 
 
 def test_a_call_that_is_made_again_finds_its_lists_as_they_were() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import warnings
 from collections.abc import Iterator
@@ -182,18 +183,16 @@ class CudaStage(Stage):
                 source = new_chunk(_PROBE_BYTES).fill_(1)
                 target = torch.empty_like(source, device=self.device)
             problem = self.register(source.data_ptr(), _PROBE_BYTES)
-            start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
+            marks = [_cuda.Event(enable_timing=True) for _ in range(_PROBES + 1)]
             self._arriving.wait_stream(self._computing())
             with torch.cuda.stream(self._arriving):
-                target.copy_(source, non_blocking=True)
-                start.record()
-                for _ in range(_PROBES):
+                for mark in marks:
                     target.copy_(source, non_blocking=True)
-                end.record()
-            end.synchronize()
+                    mark.record()
+            times = [self.seconds_between(*pair) for pair in itertools.pairwise(marks)]
             if problem is None:
                 self.unregister(source.data_ptr())
-            self._bus_bytes_s = _PROBES * _PROBE_BYTES / self.seconds_between(start, end)
+            self._bus_bytes_s = _PROBE_BYTES / min(times)
         return self._bus_bytes_s
 
     def measure_decoding(self) -> float:
@@ -234,11 +233,13 @@ class CudaStage(Stage):
         peak = torch.cuda.max_memory_reserved(self.device)
         self.stats.peak_reserved_bytes = max(self.stats.peak_reserved_bytes, peak)
 
-    def free_bytes(self) -> int | None:
+    def available_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
-        held = torch.cuda.memory_allocated(self.device)
-        allowed = int(torch.cuda.get_per_process_memory_fraction(self.device) * total) - held
-        return min(free + torch.cuda.memory_reserved(self.device) - held, allowed)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(self.device) * total)
+        return min(free + torch.cuda.memory_reserved(self.device), allowed)
+
+    def free_bytes(self) -> int:
+        return self.available_bytes() - torch.cuda.memory_allocated(self.device)
 
     def refusals(self) -> int:
         return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))

@@ -256,8 +256,12 @@ class Stage(DeviceQueues):
         """Bring the statistics of memory up to date."""
 
     @abstractmethod
+    def available_bytes(self) -> int | None:
+        """Bytes of the device that this process has or may have; None if unlimited."""
+
+    @abstractmethod
     def free_bytes(self) -> int | None:
-        """Bytes available on the device, including what torch holds in reserve; None if unlimited."""
+        """Those of them that hold nothing; None if unlimited."""
 
     def refusals(self) -> int:
         """How often memory was asked for that was not there, also by those who then took less."""

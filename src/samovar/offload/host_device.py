@@ -103,5 +103,8 @@ class HostStage(Stage):
         peak, self.stats.peak_held_bytes = self.stats.peak_held_bytes, self.stats.held_bytes
         return peak
 
+    def available_bytes(self) -> int | None:
+        return self._capacity
+
     def free_bytes(self) -> int | None:
         return None if self._capacity is None else self._capacity - self.stats.held_bytes

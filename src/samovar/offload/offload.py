@@ -9,6 +9,7 @@ import contextlib
 import copy
 import gc
 import inspect
+import sys
 import threading
 import time
 import warnings
@@ -128,7 +129,9 @@ class Offloaded(Handle, PipelineHook):
         self._inside = threading.local()
         """The components that a thread is calling."""
         self._unseen: set[tuple[str, int]] = set()
-        """Entries of components whose need a call is still to show."""
+        """Entries of components whose need a run is still to show."""
+        self._seen: set[tuple[str, int]] = set()
+        """Those that were called in it."""
         is_wanted = config.precompute is not False
         self._not_tried = {c.name for c in components if is_wanted and may_have_time_layers(c)}
         self._file: Path | None = None
@@ -304,7 +307,7 @@ class Offloaded(Handle, PipelineHook):
         for layers in self.time_layers.values():
             layers.restore()
         self.time_layers = {}
-        self._unseen = set()
+        self._unseen, self._seen = set(), set()
         for component in self._components.values():
             component.unload()
         self._phases.components, self._phases.current = (), None
@@ -341,7 +344,8 @@ class Offloaded(Handle, PipelineHook):
 
     def _begin_timing(self) -> None:
         for component in self._phases.components:
-            component.timer = Timer(self.stage)
+            if component.whole.role != "encoder":  # Its only call is also that in which kernels are loaded.
+                component.timer = Timer(self.stage)
 
     def _end_timing(self) -> None:
         timing = self.history.timing or self._speeds()
@@ -371,6 +375,7 @@ class Offloaded(Handle, PipelineHook):
             for layers in self.time_layers.values():
                 layers.settle()
             if not self._num_runs:
+                self._trust_needs(is_over=sys.exc_info()[0] is None)
                 self._learn_of_run()
 
     def _learn_of_run(self) -> None:
@@ -448,10 +453,12 @@ class Offloaded(Handle, PipelineHook):
                 self.stage.note_others()
             if self.plan.budget_bytes is None:
                 return self._called(name, entry, module, args, kwargs)
-            before = _Containers((args, kwargs))
+            before, refusals = _Containers((args, kwargs)), self.stage.refusals()
             for attempt in range(_ATTEMPTS):
                 try:
-                    return self._called_freely(name, entry, module, args, kwargs, before)
+                    output = self._called(name, entry, module, args, kwargs)
+                    self._note_refusals(name, refusals)
+                    return output
                 except torch.OutOfMemoryError as error:
                     problem = str(error)  # The error itself keeps alive what the call had computed.
                 before.restore()
@@ -461,31 +468,18 @@ class Offloaded(Handle, PipelineHook):
         finally:
             delattr(self._inside, name)
 
-    def _called_freely(
-        self, name: str, entry: int, module: torch.nn.Module, args: Any, kwargs: Any, before: _Containers
-    ) -> Any:
-        """Call a component. If convolutions were refused the room that they asked for, they take other kernels, which
-        round otherwise: then a VAE is called again with nothing beside it, as on an empty card of this size."""
-        refusals, is_unseen = self.stage.refusals(), (name, entry) in self._unseen
-        output = self._called(name, entry, module, args, kwargs)
-        if self.stage.refusals() == refusals or self.plan.component(name).role != "vae":
-            return output
-        others = [c for c in self._phases.components if c.held_bytes and c.whole.name != name and not c.is_busy]
-        if others and not is_unseen:
-            del output
-            with self._lock:
-                for other in others:
-                    other.unload()
-                self.stage.release_unused()
-            before.restore()
-            refusals = self.stage.refusals()
-            output = self._called(name, entry, module, args, kwargs)
-            planned = self.plan.component(name)
+    def _note_refusals(self, name: str, before: int) -> None:
+        """Convolutions that were refused the room that they asked for take other kernels, which round otherwise, and
+        cuDNN keeps to them as long as the process runs. What was beside a VAE then leaves before it is called again."""
+        planned = self.plan.component(name)
+        if self.stage.refusals() == before or planned.role != "vae" or name in self.history.narrow:
+            return
+        if any(c.held_bytes for c in self._phases.components if c.whole.name != name):
             self._note_need(name, planned.activation_bytes + planned.beside_bytes)
-        if self.stage.refusals() > refusals and name not in self.history.narrow:
+            self._make_room_for(name)
+        else:
             self.history = replace(self.history, narrow=(*self.history.narrow, name))
-            warnings.warn(f"{name}: {OTHER_KERNELS}.", stacklevel=2)
-        return output
+        warnings.warn(f"{name}: {OTHER_KERNELS}.", stacklevel=3)
 
     def _called(self, name: str, entry: int, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         layers = self.time_layers.get(name)
@@ -504,16 +498,33 @@ class Offloaded(Handle, PipelineHook):
         beside = stage.stats.held_bytes + stage.others_bytes
         output = module(*args, **kwargs)
         self._note_need(name, with_margin(stage.peak_bytes() - beside))
-        self._unseen.discard((name, entry))
+        self._seen.add((name, entry))
+        if current_run() is None:
+            self._trust_needs()
         return output
 
     def _note_need(self, name: str, num_bytes: int) -> None:
-        """A component was seen to need so much beside its weights. Others may stay in what it leaves."""
+        """A component was seen to need so much beside its weights."""
         need = max(num_bytes, self.history.needs.get(name, 0))
         self.history = replace(self.history, needs={**self.history.needs, name: need})
-        if not any(unseen == name for unseen, _ in self._unseen):
-            with contextlib.suppress(SettingError):  # Too little room, of which the next run will hear.
-                self._components[name].beside_bytes = self._plan_for(self.config).component(name).beside_bytes
+
+    def _trust_needs(self, *, is_over: bool = True) -> None:
+        """What was watched is known now, unless the run was cut off. In a run components may be called in parts, of
+        which the first needs least: VAEs that decode some frames at a time."""
+        names = {name for name, _ in self._seen}
+        if is_over:
+            self._unseen -= self._seen
+        else:
+            needs = {name: need for name, need in self.history.needs.items() if name not in names}
+            self.history = replace(self.history, needs=needs)
+        self._seen = set()
+        for name in names - {name for name, _ in self._unseen}:
+            self._make_room_for(name)
+
+    def _make_room_for(self, name: str) -> None:
+        """From now on others stay beside a component in what it was seen to leave, and no more."""
+        with contextlib.suppress(SettingError):  # Too little room, of which the next run will hear.
+            self._components[name].beside_bytes = self._plan_for(self.config).component(name).beside_bytes
 
     def _without_gradients(
         self, name: str, module: torch.nn.Module, args: Any, kwargs: Any
@@ -532,10 +543,10 @@ class Offloaded(Handle, PipelineHook):
             self._undo_plan()
             gc.collect()
             self.stage.release_unused()
-            free = self.stage.free_bytes()
+            there, others = self.stage.available_bytes(), self.stage.others_bytes
             little = int(planned.activation_bytes * _MORE) + _MORE_BYTES
-            if free is not None and budget - free - self.stage.others_bytes > self.stage.workspace_bytes:
-                self.config = replace(config, gpu_memory=free)
+            if there is not None and budget + others - there > self.stage.workspace_bytes:
+                self.config = replace(config, gpu_memory=there - others)
             else:
                 more = planned.beside_bytes if drops_others else min(planned.beside_bytes, little)
                 need = planned.activation_bytes + (more or int(planned.activation_bytes * _MORE_ALONE))
