@@ -52,7 +52,7 @@ def test_a_bad_setting_is_refused_before_anything_is_loaded(folder: Path, monkey
     def loaded(*args: object) -> None:
         raise AssertionError("must be refused before")
 
-    monkeypatch.setattr("samovar.engine.loading.load_pipeline", loaded)
+    monkeypatch.setattr("samovar.engine.models.load_pipeline", loaded)
     monkeypatch.setattr("samovar.engine.process.WorkerGroup.__init__", loaded)
     for settings, message in (
         ({"ulysses_degree": 0}, "ulysses_degree=0; expected a number of ranks"),
