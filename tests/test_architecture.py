@@ -39,7 +39,7 @@ BUDGETS = {
     "cli": 8_019,
     "compose": 8_250,
     "core": 10_100,
-    "engine": 33_980,
+    "engine": 33_800,
     "graphs": 5_550,
     "hooks": 10_500,
     "lab": 13_500,

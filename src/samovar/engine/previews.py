@@ -1,8 +1,8 @@
 """Previews: the latents of a step, decoded as the pipeline would at the end.
 
 Pipelines keep latents in different layouts, and each undoes that in its own code. The common ones are known here:
-tokens of one latent or of a patch of 2x2, frames before or after channels, the VAE's scale as numbers, by channel or as
-a batch norm. For any other there is no preview, and the result says so.
+tokens of one latent or of a patch of 2x2, frames after channels, the VAE's scale as numbers, by channel or as a batch
+norm. For any other there is no preview, and the result says so.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from typing import Any
 
 import torch
 from PIL.Image import Image, fromarray
-
-_MAX_SHAPE_RATIO = math.log(1.1)
-"""How far an aspect ratio may be from another: sides are rounded to whole tokens."""
 
 
 class NoPreview(Exception):
@@ -58,20 +55,13 @@ def _for_vae(pipeline: Any, latents: torch.Tensor, size: tuple[int, int]) -> tor
     """Latents as the VAE takes them: unpacked, of one frame, in its scale."""
     vae = pipeline.vae
     channels: int = vae.config.get("latent_channels") or vae.config.z_dim
-    if latents.ndim == 6:  # The images of one request.
-        latents = latents[:, 0]
-    names = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
-    scale = next((value for name in names if (value := getattr(pipeline, name, None))), 8)
-    sides = size[0] // scale, size[1] // scale
+    if hasattr(vae, "bn") and getattr(pipeline, "patch_size", None) and not hasattr(pipeline, "_unpack_latents"):
+        raise ValueError("the order of channels in its patches is unknown")
     if latents.ndim == 3:
-        if getattr(pipeline, "vae_temporal_compression_ratio", 1) > 1:  # Frame after frame.
-            latents = latents[:, : sides[0] * sides[1]]
-        latents = _laid_out(latents, size)
+        latents = _laid_out(pipeline, latents, math.isqrt(latents.shape[2] // channels), size)
     elif latents.ndim == 5:
-        latents = _first_frame(latents, channels, sides)
+        latents = latents[:, :, 0]
     if hasattr(vae, "bn"):
-        if getattr(pipeline, "patch_size", None) and not hasattr(pipeline, "_unpack_latents"):
-            raise ValueError("the order of channels in its patches is unknown")
         if latents.shape[1] == channels:
             latents = torch.nn.functional.pixel_unshuffle(latents, 2)
         mean, variance = (each.view(1, -1, 1, 1) for each in (vae.bn.running_mean, vae.bn.running_var))
@@ -92,23 +82,16 @@ def _scaled(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     return latents * deviation / scale + mean
 
 
-def _laid_out(tokens: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """Tokens in rows and columns whose aspect ratio is that of the image, which may have another size."""
-    height, width = size
-    count = tokens.shape[1]
-    off = {r: abs(math.log(count * height / (r * r * width))) for r in range(1, count + 1) if not count % r}
-    rows = min(off, key=lambda each: off[each])
-    if off[rows] > _MAX_SHAPE_RATIO:
-        raise ValueError(f"{count} tokens make no image of {width}x{height}, or of its shape")
-    return tokens.transpose(1, 2).reshape(len(tokens), -1, rows, count // rows)
-
-
-def _first_frame(latents: torch.Tensor, channels: int, sides: tuple[int, int]) -> torch.Tensor:
-    """Of a video whose channels come first, after the frames, or last. Where several axes are as long, the sides say
-    which are which."""
-    layouts = {1: latents[:, :, 0], 2: latents[:, 0], 4: latents[:, 0].movedim(-1, 1)}
-    fitting = [frame for axis, frame in layouts.items() if latents.shape[axis] == channels]
-    return min(fitting, key=lambda frame: frame.shape[2:] != sides)
+def _laid_out(pipeline: Any, tokens: torch.Tensor, side: int, size: tuple[int, int]) -> torch.Tensor:
+    """Tokens, each of a patch of `side` latents a side, in rows and columns."""
+    names = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
+    scale = next((value for name in names if (value := getattr(pipeline, name, None))), 8)
+    rows, columns = (pixels // (scale * side) for pixels in size)
+    if getattr(pipeline, "vae_temporal_compression_ratio", 1) > 1:  # Frame after frame.
+        tokens = tokens[:, : rows * columns]
+    if tokens.shape[1] != rows * columns:
+        raise ValueError(f"{tokens.shape[1]} tokens make no image of {size[1]}x{size[0]}")
+    return tokens.transpose(1, 2).reshape(len(tokens), -1, rows, columns)
 
 
 def _unpatched(patches: torch.Tensor, channels: int) -> torch.Tensor:
