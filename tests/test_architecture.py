@@ -36,7 +36,7 @@ BUDGETS = {
     "arch": 14_900,
     "builtin": 100,
     "cache": 22_950,
-    "cli": 8_019,
+    "cli": 7_981,
     "compose": 8_250,
     "core": 10_100,
     "engine": 33_800,

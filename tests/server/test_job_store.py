@@ -39,17 +39,6 @@ def size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def test_a_job_is_there_again(tmp_path: Path) -> None:
-    with closing(JobStore(tmp_path)) as store:
-        kept = job(store)
-        kept.status, kept.attempts, kept.error = "failed", 2, {"code": "x", "message": "y"}
-        store.save(kept)
-        assert store.write(kept.id, {"video.mp4": b"123"}) == 3 + len(kept.id)
-    with closing(JobStore(tmp_path)) as store:
-        assert store.find("status = 'failed'") == [kept]
-        assert store.file(kept.id, "video.mp4").read_bytes() == b"123"
-
-
 def test_pages_follow_each_other_and_leave_out_what_has_expired(store: JobStore) -> None:
     ids = [job(store, expires_at=int(time.time()) + 1000).id for _ in range(5)]
     job(store, expires_at=int(time.time()) - 1)

@@ -48,13 +48,6 @@ def wanted(
     return client_request(state, KINDS[output.kind], prompt | values, images or {})
 
 
-def test_images_travel_with_the_request() -> None:
-    image, mask = PIL.Image.new("RGB", (32, 16)), PIL.Image.new("L", (32, 16))
-    made = wanted(FILM, images={"image": [image], "mask": [mask]}, takes=("image", "mask_image")).request
-    assert (made.image, made.inputs, made.num_images) == (image, {"mask": mask}, 1)
-    assert wanted(FILM, images={"image": [image, image]}).request.image == [image, image]
-
-
 @pytest.mark.parametrize(
     ("output", "values", "limits", "param", "message"),
     [
