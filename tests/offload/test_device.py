@@ -36,9 +36,6 @@ class Block:
     def send(self, piece: int, memory: object, offset: int) -> None:
         self._log.append((self.name, piece, offset))
 
-    def forget_views(self) -> None:
-        pass
-
     edits = prepare
 
     def __repr__(self) -> str:

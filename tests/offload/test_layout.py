@@ -16,17 +16,14 @@ import zoo
 from pipelines import tiny_flux_pipeline
 from samovar.core.errors import ModelError
 from samovar.offload import HostStage, OffloadConfig, apply_offload
+from samovar.offload.device import Buffer
 from samovar.offload.layout import (
     ALIGNMENT,
     LINE,
     MIN_PIECE,
     Span,
-    TensorFinder,
     check_movable,
-    extent,
     lay_out,
-    owners_of,
-    shared_tensors,
     spans_of,
     tensors_of,
 )
@@ -38,37 +35,6 @@ from .holding import CASES, Holder
 MODES = ["layerwise", "model", "auto"]
 """The last has all the room there is: everything goes to the device and stays."""
 FEW = [name for name in ("FluxTransformer2DModel", "HunyuanDiT2DModel", "WanTransformer3DModel") if name in CASES]
-
-
-def test_a_module_holds_each_tensor_once_less_what_is_left_out() -> None:
-    inner = torch.nn.Linear(2, 2)
-    outer = torch.nn.Sequential(inner, inner, torch.nn.BatchNorm1d(2))
-    found = [*map(id, tensors_of(outer))]
-    assert found == [*map(id, (*inner.parameters(), *outer[2].parameters(), *outer[2].buffers()))]
-    assert [*map(id, tensors_of(outer, {id(inner)}))] == found[2:]
-    assert owners_of(outer, {id(inner.weight), id(inner.bias)}) == [outer[2]]
-
-
-@pytest.mark.parametrize(
-    ("tensor", "expected"),
-    [
-        (torch.zeros(3, 4).t(), 48),
-        (torch.zeros(1, 4).expand(3, 4), 16),
-        (torch.zeros(3, 8)[:, :4], (2 * 8 + 4) * 4),
-        (torch.zeros(0, 4), 0),
-        (torch.zeros((), dtype=torch.int64), 8),
-    ],
-    ids=["transposed", "expanded", "gaps", "empty", "scalar"],
-)
-def test_extent(tensor: torch.Tensor, expected: int) -> None:
-    assert extent(tensor) == expected
-
-
-def test_tensors_that_overlap_share_a_span_but_for_those_without_memory() -> None:
-    memory = torch.zeros(100)
-    spans = sorted(spans_of([memory[80:], memory[10:20], memory[50:80], memory[:60]]), key=lambda span: span.start)
-    assert [(span.num_bytes, len(span.tensors)) for span in spans] == [(320, 3), (80, 1)]
-    assert len(spans_of([torch.empty(4, device="meta"), torch.empty(4, device="meta")])) == 2
 
 
 def test_small_spans_are_one_piece_and_large_ones_each_their_own() -> None:
@@ -97,14 +63,6 @@ def test_what_overlaps_is_aligned_to_the_elements_of_all() -> None:
     odd = torch.frombuffer(bytearray(64), dtype=torch.uint8)[6:]
     odd = torch.frombuffer(odd.numpy(), dtype=torch.float32, count=3, offset=-odd.data_ptr() % 4 + 2)
     assert spans_of([odd])[0].phase == 0, "amid an element there is no phase"
-
-
-def test_what_two_groups_share_is_found_by_memory_not_by_name() -> None:
-    tied, alone = torch.nn.Parameter(torch.zeros(8)), torch.nn.Parameter(torch.zeros(8))
-    memory = torch.zeros(8)
-    one, other = torch.nn.Parameter(memory[:6]), torch.nn.Parameter(memory[2:])
-    assert {*map(id, shared_tensors([[tied, one, alone], [tied, other]]))} == {id(tied), id(one), id(other)}
-    assert shared_tensors([[one, other], [alone]]) == [], "what overlaps inside one group is nobody else's business"
 
 
 class Opaque(torch.Tensor):
@@ -162,7 +120,7 @@ class Odd(torch.nn.Module):
 
 
 def group_of(module: torch.nn.Module, stage: HostStage) -> WeightGroup:
-    return WeightGroup("odd", TensorFinder(module), stage, HostMemory(stage))
+    return WeightGroup(module, stage, HostMemory(stage))
 
 
 def phases(module: torch.nn.Module) -> dict[str, int]:
@@ -171,19 +129,20 @@ def phases(module: torch.nn.Module) -> dict[str, int]:
     return {name: tensor.data_ptr() % LINE for name, tensor in named if tensor.numel()}
 
 
-def lend(group: WeightGroup, how: str) -> None:
-    """In memory of its own, or in a ring at odd offsets."""
+def lend(group: WeightGroup, how: str) -> Buffer | None:
+    """In memory of its own, or in a ring at odd offsets, which is returned."""
     if how == "own":
         group.load()
         group.lend_own()
-    else:
-        group.prepare()
-        memory = group._stage.allocate(sum(group.pieces) + ALIGNMENT)
-        offsets = [ALIGNMENT + sum(group.pieces[:piece]) for piece in range(len(group.pieces))]
-        for piece, offset in enumerate(offsets):
-            group.send(piece, memory, offset)
-        group._stage.compute_waits(group._stage.mark_copied())
-        group.lend(offsets, memory)
+        return None
+    group.prepare()
+    memory = group._stage.allocate(sum(group.pieces) + ALIGNMENT)
+    offsets = [ALIGNMENT + sum(group.pieces[:piece]) for piece in range(len(group.pieces))]
+    for piece, offset in enumerate(offsets):
+        group.send(piece, memory, offset)
+    group._stage.compute_waits(group._stage.mark_copied())
+    group.lend(offsets, memory)
+    return memory
 
 
 @pytest.mark.parametrize("how", ["own", "ring"])
@@ -202,7 +161,8 @@ def test_in_and_out_again(stage: type[HostStage], lazy: bool, how: str) -> None:
         assert not any(tensor.is_inference() for tensor in tensors_of(module))
 
     with torch.inference_mode():
-        lend(group, how)
+        ring = lend(group, how)
+    assert ring is None or device.is_here(ring.flat)
     assert all(device.is_here(tensor) for tensor in tensors_of(module) if tensor.numel())
     check()
     if stage is Allocating:

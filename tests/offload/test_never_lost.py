@@ -19,7 +19,6 @@ import zoo
 from pipelines import PIPELINES
 from samovar.hooks import running
 from samovar.offload import HostStage, OffloadConfig, Offloaded, apply_offload
-from samovar.offload.layout import TensorFinder
 from samovar.offload.pinned import HostMemory
 from samovar.offload.weight_group import WeightGroup
 
@@ -395,7 +394,7 @@ def test_what_overlaps_still_does_whatever_its_type(dtypes: tuple[torch.dtype, t
     module.register_buffer("one", memory[1:9])
     module.register_buffer("other", memory[2:].view(dtypes[0]))
     stage = HostStage()
-    group = WeightGroup("odd", TensorFinder(module), stage, HostMemory(stage))
+    group = WeightGroup(module, stage, HostMemory(stage))
     expected = state(module)
     group.prepare()
     assert module.other.data_ptr() - module.one.data_ptr() == 4

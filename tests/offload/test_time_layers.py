@@ -3,9 +3,8 @@ changes it, and when. What cannot be foreseen is computed on the spot, or refuse
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,10 @@ import samovar
 from pipelines import PIPELINES
 from samovar.core.errors import ModelError, SettingError
 from samovar.hooks import HookRegistry, ModelHook, Run, running
-from samovar.offload import HostStage, OffloadConfig, apply_offload, time_layers
+from samovar.offload import OffloadConfig, apply_offload, time_layers
 from samovar.offload.sizes import Component, find_components
-from samovar.offload.time_layers import KnownSteps, key_of, may_have_time_layers, with_layers_of
+from samovar.offload.time_layers import may_have_time_layers, with_layers_of
 from samovar.offload.timesteps import MAX_AHEAD, coming_inputs
-from samovar.trace.time_only import find_tape
 
 from .foreseen import Loop, ahead, count_small_layers, stats
 from .holding import CASES, Holder
@@ -308,34 +306,6 @@ def test_adapters_come_change_and_go(which: str, is_within: bool) -> None:
     assert same_state(bare.transformer, pipe.transformer)
 
 
-def test_a_switch_back_to_an_adapter_finds_what_was_computed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    bare, pipe = FLUX.build(0), FLUX.build(0)
-    for one in (bare, pipe):
-        adapt(one, "modulations")
-    searches: list[Any] = []
-    search = time_layers.find_tape
-    monkeypatch.setattr(
-        time_layers, "find_tape", lambda *given, **named: searches.append(given) or search(*given, **named)
-    )
-    offloaded = ahead(pipe)
-    searches.clear()
-    switches: list[Callable[[Any], None]] = [
-        lambda pipe: pipe.transformer.disable_adapters(), lambda pipe: pipe.transformer.enable_adapters(),
-    ]  # fmt: skip
-    for number in range(6):
-        for one in (bare, pipe):
-            switches[number % 2](one)
-        assert torch.equal(FLUX.run(bare, STEPS), FLUX.run(pipe, STEPS))
-        kinds = min(number + 1, 2)
-        assert (len(searches), stats(offloaded).computed_steps) == (kinds, 2 * STEPS * kinds), "of two branches"
-    for one in (bare, pipe):  # What merging leaves of the weights is not what they were.
-        one.transformer.fuse_lora()
-        one.transformer.unfuse_lora()
-    assert torch.equal(FLUX.run(bare, STEPS), FLUX.run(pipe, STEPS))
-    assert stats(offloaded).computed_steps == 3 * 2 * STEPS
-    offloaded.detach()
-
-
 # ------------------------------------------------------------------------------------------------ what is caught
 
 
@@ -536,60 +506,6 @@ def test_layers_that_read_the_text_are_computed_for_every_prompt() -> None:
         reads[name] = offloaded._components["transformer"].whole.reads_text
         offloaded.detach()
     assert reads == {"flux": True, "qwen-image": False}
-
-
-# ------------------------------------------------------------------------------------------------ what is known
-
-
-def at(time: float) -> torch.Tensor:
-    return torch.full((2,), time)
-
-
-def known_of(model: Toy) -> tuple[KnownSteps, Callable[[list[float]], torch.Tensor]]:
-    tape = find_tape(model, (), {"hidden_states": torch.ones(2, 5, 64), "timestep": at(500.0)}, 64).tape
-    assert tape is not None
-    parts = dict(model.named_modules())
-    known = KnownSteps(tape, [id(parts[path]) for path in tape.layers])
-
-    @contextlib.contextmanager
-    def fetch(path: str) -> Iterator[torch.nn.Module]:
-        yield parts[path]
-
-    @torch.no_grad()
-    def compute(times: list[float]) -> torch.Tensor:
-        return known.compute(model, [[at(time)] for time in times], fetch, HostStage())
-
-    return known, compute
-
-
-def test_each_step_has_the_outputs_of_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Toy()
-    known, compute = known_of(model)
-
-    def find(time: float) -> torch.Tensor | None:
-        return known.find(key_of([at(time)]))
-
-    assert find(3.0) is None
-    row = compute([1.0, 2.0, 3.0])
-    compute([4.0])
-    last = known.tape.layers.index("blocks.2.mod")
-    for time in (1.0, 2.0, 3.0, 4.0):
-        row = find(time)
-        assert row is not None
-        with torch.no_grad():
-            temb = model.embedder((at(time)[:, None] * torch.arange(1, 9)).sin())
-            assert torch.equal(known.inputs[last][0].view(row), temb)
-            assert torch.equal(known.outputs[last].view(row), model.blocks[2].mod(temb))
-    assert known.is_guessing
-    assert find(5.0) is find(-0.0) is None
-    assert not known.is_guessing, "guesses that fail in a row are given up"
-    assert find(1.0) is not None
-    assert known.is_guessing, "until one holds"
-    monkeypatch.setattr(time_layers, "_MAX_KEPT", 3 * row.numel())
-    compute([6.0])
-    assert [find(time) is None for time in (1.0, 2.0, 3.0, 4.0, 6.0)] == [False, True, True, False, False]
-    compute([7.0, 8.0, 9.0, 10.0])
-    assert find(10.0) is not None, "a run that is longer is kept nevertheless"
 
 
 # ------------------------------------------------------------------------------------------------ what will come

@@ -80,13 +80,11 @@ class Parts(NamedTuple):
     """Each once."""
     wrappers: list[Wrapper]
     """Inner ones first."""
-    tables: list[dict[str, Any]]
-    """The attributes in which inner tensors are held."""
 
 
 def take_apart(tensors: Iterable[torch.Tensor]) -> Parts:
     """The plain tensors that some tensors are made of, and the wrappers around them."""
-    parts, seen = Parts([], [], []), set[int]()
+    parts, seen = Parts([], []), set[int]()
     for tensor in tensors:
         _take(tensor, parts, seen)
     return parts
@@ -125,7 +123,6 @@ def _take(tensor: torch.Tensor, parts: Parts, seen: set[int]) -> None:
     if is_plain(tensor):
         parts.plain.append(tensor)
     elif is_traceable_wrapper_subclass(tensor):
-        parts.tables.append(vars(tensor))
         names, _ = tensor.__tensor_flatten__()
         for name in names:
             _take(getattr(tensor, name), parts, seen)
@@ -139,7 +136,6 @@ def _take(tensor: torch.Tensor, parts: Parts, seen: set[int]) -> None:
 def _take_attached(holder: Any, library: str, parts: Parts, seen: set[int]) -> None:
     """Take the tensors among the attributes of an object, and those of objects of the same library."""
     seen.add(id(holder))
-    parts.tables.append(vars(holder))
     for value in vars(holder).values():
         is_own = type(value).__module__.partition(".")[0] == library and not isinstance(value, torch.nn.Module)
         if isinstance(value, torch.Tensor):

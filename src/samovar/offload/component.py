@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
@@ -20,13 +19,13 @@ from ..core.tensor_parts import plainly, take_apart
 from ..hooks import Run, current_run
 from .device import Buffer, Stage
 from .host_tiers import TIME_LAYERS, TierPlan
-from .layout import TensorFinder, cast_for_calls, held_by, move, move_to_host, spans_of, tensors_of
+from .layout import held_by, move, move_to_host, spans_of, tensors_of
 from .measured import Timer
 from .pinned import HostMemory
 from .planner import ComponentPlan
 from .ring import Ring, StreamedBlock
 from .sizes import Component
-from .weight_group import WeightGroup, sources_of
+from .weight_group import WeightGroup
 
 
 class Phases:
@@ -86,18 +85,12 @@ class OffloadedComponent:
         self.calls = 0
         """How many calls of it as a whole are running."""
         self.timer: Timer | None = None
-        self._host = host
+        self.host = host
         self._home = next((tensor.device for tensor in component.tensors()), torch.device("cpu"))
-        rest = TensorFinder(component.module, lambda: self.component.skip_with_blocks)
-        self.rest = WeightGroup(component.name, rest, stage, host, partial(cast_for_calls, component.module))
+        outside = lambda: self.component.skip_with_blocks  # noqa: E731
+        self.rest = WeightGroup(component.module, stage, host, outside)
         self.blocks = {
-            path: WeightGroup(
-                f"{component.name}.{path}",
-                TensorFinder(block, lambda: self.component.skip),
-                stage,
-                host,
-                partial(cast_for_calls, block),
-            )
+            path: WeightGroup(block, stage, host, lambda: self.component.skip)
             for path, block in component.blocks.items()
         }
         self._groups = [self.rest, *self.blocks.values()]
@@ -115,7 +108,7 @@ class OffloadedComponent:
     def anonymous_bytes(self, block: str) -> int:
         """Bytes of a block, or of what is outside the blocks, that are in memory alone."""
         if block == TIME_LAYERS:
-            return self._host.anonymous_bytes(tensors_of(torch.nn.ModuleList(self.whole.time_layers.values())))
+            return self.host.anonymous_bytes(tensors_of(torch.nn.ModuleList(self.whole.time_layers.values())))
         return (self.blocks[block] if block else self.rest).anonymous_bytes()
 
     def follow(self, plan: ComponentPlan, tiers: TierPlan, *, graphs: bool) -> None:
@@ -127,13 +120,12 @@ class OffloadedComponent:
             return
         self.beside_bytes, self._is_coded = plan.beside_bytes, plan.is_coded
         self.stage.stats.component_loads.setdefault(plan.name, 0)
-        with self._host.adopting():
+        with self.host.adopting():
             for path, group in zip(("", *self.blocks), self._groups, strict=True):
                 key = plan.name, path
                 group.tier = tiers.tier(key)
                 group.is_coded = plan.is_coded and path in plan.streamed and key not in tiers.plain
-                group.update()
-        self._host.pin(sources_of(group for group in self._groups if group.tier == "pinned"))
+                group.prepare()
         streamed = [group for path, group in self.blocks.items() if path in plan.streamed]
         self._kept = [group for group in self._groups if group not in streamed]
         self._lends_all = graphs and not streamed
@@ -146,9 +138,9 @@ class OffloadedComponent:
     @plainly
     def settle(self) -> None:
         """Move to the device for good what is not there yet."""
-        plain, wrappers, _ = take_apart(held_by(self.component.module, self.component.skip))
+        plain, wrappers = take_apart(held_by(self.component.module, self.component.skip))
         elsewhere = [tensor for tensor in plain if not self.stage.is_here(tensor)]
-        self._host.note_phases(elsewhere)
+        self.host.note_phases(elsewhere)
         for span in spans_of(elsewhere):
             phase = span.phase if self.stage.keeps_phase or span.needs_phase else 0
             memory = self.stage.allocate(phase + span.num_bytes)
@@ -166,11 +158,11 @@ class OffloadedComponent:
 
     @plainly
     def _go_home(self) -> None:
-        plain, wrappers, _ = take_apart(held_by(self.whole.module, self.whole.skip))
+        plain, wrappers = take_apart(held_by(self.whole.module, self.whole.skip))
         is_host = self._home.type == "cpu"
         for span in spans_of(t for t in plain if t.device != self._home or (is_host and self.stage.is_here(t))):
             if is_host:
-                move_to_host(span, self._host.phase_before(span))
+                move_to_host(span, self.host.phase_before(span))
             else:
                 move(span, torch.empty(span.num_bytes, dtype=torch.uint8, device=self._home))
         for wrapper in wrappers:
@@ -225,12 +217,12 @@ class OffloadedComponent:
             raise
         self._is_ready = True
 
-    def load(self, *, alone: bool) -> None:
-        """Have all of it on the device; with nothing else there, if `alone`."""
+    def load_alone(self) -> None:
+        """Have all of it on the device, and nothing else."""
         if self not in self.phases.components:
             return
         self.enter()
-        for other in self.phases.components if alone else ():
+        for other in self.phases.components:
             if other is not self and not other.is_busy:
                 other.unload()
         self._send_before(None)
@@ -251,7 +243,6 @@ class OffloadedComponent:
         if group.is_lent:
             return False
         if not group.is_fresh():
-            group.reserve()
             group.load()
         group.lend_own()
         return True
@@ -297,7 +288,6 @@ class OffloadedComponent:
             self._is_ready = False
             for group in self._groups:
                 group.give_back()  # If its call is not over.
-                group.forget_views()
             self.ring.close()
             if self._is_coded:
                 self.stage.close_area()

@@ -36,17 +36,6 @@ def _current(stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any
     return stream
 
 
-def expand_segments() -> None:
-    """Turn on expandable segments for what torch allocates from now on, unless the user has decided about them."""
-    if torch.cuda.get_allocator_backend() != "native":
-        return
-    current = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    if "expandable_segments" not in current:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # Its successor is not in every version of torch.
-            _cuda.memory._set_allocator_settings(",".join(filter(None, [current, "expandable_segments:True"])))
-
-
 class CudaStage(Stage):
     """A GPU. Copies run on one stream; compute runs on the stream that is current when a hook runs.
 
@@ -259,7 +248,13 @@ class CudaStage(Stage):
             torch.cuda.set_per_process_memory_fraction(before, self.device)
 
     def expand_segments(self) -> None:
-        expand_segments()
+        if torch.cuda.get_allocator_backend() != "native":
+            return
+        current = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        if "expandable_segments" not in current:  # Else the user has decided about them.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # Its successor is not in every version of torch.
+                _cuda.memory._set_allocator_settings(",".join(filter(None, [current, "expandable_segments:True"])))
 
     def release_unused(self) -> None:
         torch.cuda.synchronize(self.device)  # What other streams have freed is held until they are done with it.

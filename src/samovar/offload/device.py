@@ -36,6 +36,8 @@ class Buffer:
 
     def __init__(self, flat: torch.Tensor, stream: Any = None) -> None:
         self.flat, self.stream = flat, stream
+        self.views: dict[Any, list[torch.Tensor]] = {}
+        """The tensors of groups in it, by what makes them. Making them takes the host longer than all else it does."""
         self.num_bytes = flat.numel()
 
     def holds(self, tensor: torch.Tensor) -> bool:

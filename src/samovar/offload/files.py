@@ -43,11 +43,6 @@ class ModelFile:
         self._close = weakref.finalize(self, os.close, self.fd)
         self.stat = os.fstat(self.fd)
 
-    @property
-    def identity(self) -> tuple[int, ...]:
-        """What changes when the file is replaced or written to."""
-        return self.stat.st_dev, self.stat.st_ino, self.stat.st_size, self.stat.st_mtime_ns
-
     def check(self) -> None:
         """Refuse a file that has changed. (If it was deleted or replaced, we still have the old one.)"""
         now = os.fstat(self.fd)
@@ -65,8 +60,7 @@ class Source:
 
     memory: torch.Tensor
     file: ModelFile | None = None
-    offset: int = 0
-    """Where in the file they begin."""
+    """The one that they are mapped from, if any."""
 
     @property
     def num_bytes(self) -> int:
@@ -159,10 +153,9 @@ class Files:
         mapping = mappings[index] if index >= 0 and span.num_bytes else None
         if mapping is None or span.start + span.num_bytes > mapping.end or (file := self._opened(mapping)) is None:
             return Source(flat_bytes(span))
-        offset = mapping.offset + span.start - mapping.start
-        if offset + span.num_bytes > file.stat.st_size:
+        if mapping.offset + span.start - mapping.start + span.num_bytes > file.stat.st_size:
             raise ModelError(f"{file.path} was truncated after its weights were loaded. Load the model again.")
-        return Source(flat_bytes(span), file, offset)
+        return Source(flat_bytes(span), file)
 
     def _opened(self, mapping: _Mapping) -> ModelFile | None:
         """The file of a mapping; None if its name leads to another file by now."""

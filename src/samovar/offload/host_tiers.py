@@ -169,8 +169,8 @@ def plan_tiers(groups: Sequence[WeightUse], host_memory: int | None, *, host_byt
     pinnable = float("inf") if host_bytes is None else int(host_bytes * PINNABLE)
     budget = pinnable if host_memory is None else float(host_memory)
     anonymous = sum(group.anonymous_bytes for group in groups)
-    ahead = sum(group.cost for group in groups if group.crossing == "ahead")
-    fits = anonymous + sum(group.cost for group in groups) - ahead <= min(budget, pinnable)
+    copies = sum(group.cost for group in groups if group.crossing != "ahead")
+    fits = anonymous + copies <= min(budget, pinnable)
     is_buffered = not fits or any(group.crossing == "ahead" for group in groups)
     buffer = _buffer_bytes(groups, budget) if is_buffered else 0
     buffers = NUM_BUFFERS * buffer

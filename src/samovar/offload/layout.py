@@ -12,10 +12,9 @@ multiple of eight bytes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -64,50 +63,10 @@ def _collect(module: torch.nn.Module, skip: Collection[int], found: dict[int, to
             _collect(child, skip, found)
 
 
-def _parts(module: torch.nn.Module, skip: Collection[int]) -> Iterator[torch.nn.Module]:
-    """A module and those in it, less what is left out."""
-    if id(module) not in skip:
-        yield module
-        for child in module._modules.values():
-            if child is not None:
-                yield from _parts(child, skip)
-
-
 def cast_for_calls(module: torch.nn.Module) -> frozenset[int]:
     """The ids of tensors that diffusers casts for each call and back (layerwise casting)."""
     cast = [part for part in module.modules() if compute_dtype(part) is not None]
     return frozenset(id(t) for part in cast for t in (*part._parameters.values(), *part._buffers.values()))
-
-
-class TensorFinder:
-    """Finds the tensors of a module again. That is quick as long as the module holds the same parts."""
-
-    def __init__(self, module: torch.nn.Module, skip: Callable[[], Collection[int]] = lambda: ()) -> None:
-        self._module, self._skip = module, skip
-        self._skipped: Collection[int] | None = None
-        self._tensors: list[torch.Tensor] = []
-        self._held: list[tuple[dict[str, Any], list[Any]]] = []
-        self._beside: list[tuple[torch.nn.Module, list[torch.Tensor]]] = []
-
-    def __call__(self) -> list[torch.Tensor]:
-        """The tensors that it holds: the same list as before if nothing has come or gone."""
-        skip = self._skip()
-        if skip is not self._skipped or not self._is_same():
-            self._skipped, self._tensors = skip, held_by(self._module, skip)
-            parts = list(_parts(self._module, skip))
-            tables: list[dict[str, Any]] = [
-                table for part in parts for table in (part._parameters, part._buffers, part._modules)
-            ]
-            tables += take_apart(self._tensors).tables
-            beside = [(part, kept_beside_weights(part)) for part in parts]
-            self._beside = [(part, tensors) for part, tensors in beside if tensors]
-            self._held = [(table, list(table.values())) for table in tables]
-        return self._tensors
-
-    def _is_same(self) -> bool:
-        return all(
-            len(held) == len(parts) and all(map(is_, held.values(), parts)) for held, parts in self._held
-        ) and all(list(map(id, kept_beside_weights(part))) == list(map(id, now)) for part, now in self._beside)
 
 
 def owners_of(module: torch.nn.Module, skip: Collection[int] = ()) -> list[torch.nn.Module]:

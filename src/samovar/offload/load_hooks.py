@@ -36,10 +36,9 @@ class LoadHook(ModelHook):
     order = HookOrder.OFFLOAD
     may_be_left_out = True  # The component's own hook has lent it.
 
-    def __init__(self, component: OffloadedComponent, path: str | None = None) -> None:
-        """`path`: that of the block, or "" for the component as a whole."""
-        self._component, self._stage, self._path = component, component.stage, path
-        self._group = component.blocks[path] if path else component.rest
+    def __init__(self, component: OffloadedComponent, group: WeightGroup, path: str | None = None) -> None:
+        """`path`: that of the block that is called, or "" for the component as a whole."""
+        self._component, self._stage, self._group, self._path = component, component.stage, group, path
         self._is_detached = False
         self._lent: list[list[WeightGroup]] = []
         """What each call that is running has lent."""
@@ -58,7 +57,6 @@ class LoadHook(ModelHook):
                     "was about to call it. Wait for running calls to end before you do so."
                 )
             self._stage.begin_call()
-            self._component.enter()
             self._begin(self._lent[-1])
             args, kwargs = self._stage.to_device(args), self._stage.to_device(kwargs)
             if self._component.timer is not None and self._path is not None:
@@ -93,6 +91,7 @@ class LoadHook(ModelHook):
 
     def _begin(self, lent: list[WeightGroup]) -> None:
         """Lend what is needed."""
+        self._component.enter()
         lent += [self._group] if self._component.lend(self._group) else []
 
     def _end(self) -> None:
@@ -106,11 +105,12 @@ class PassHook(LoadHook):
     """The same for a component as a whole, or half of a VAE. Its calls are passes through the blocks."""
 
     def __init__(self, component: OffloadedComponent) -> None:
-        super().__init__(component, "")
+        super().__init__(component, component.rest, "")
         self._following: OffloadedComponent | None = None
 
     def _begin(self, lent: list[WeightGroup]) -> None:
         component = self._component
+        component.enter()
         component.calls += 1
         component.begin_pass()
         lent += component.lend_whole()
@@ -136,6 +136,7 @@ class StreamHook(LoadHook):
     may_be_left_out = False
 
     def _begin(self, lent: list[WeightGroup]) -> None:
+        self._component.enter()
         ring = self._component.ring
         assert ring is not None
         self._stage.check_call()
@@ -165,7 +166,7 @@ def hooks_for(offloaded: OffloadedComponent, plan: ComponentPlan) -> Iterator[tu
         yield entry, PassHook(offloaded)
     for path, block in component.blocks.items():
         kind = StreamHook if path in plan.streamed else LoadHook
-        yield block, kind(offloaded, path)
+        yield block, kind(offloaded, offloaded.blocks[path], path)
     for owner in owners_of(component.module, component.skip_with_blocks):
         if all(owner is not entry for entry in entries):
-            yield owner, LoadHook(offloaded)
+            yield owner, LoadHook(offloaded, offloaded.rest)

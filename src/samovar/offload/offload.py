@@ -283,8 +283,7 @@ class Offloaded(Handle, PipelineHook):
                 install_hook(self._hooks, module, HOOK, hook)
         for name, component in self._components.items():
             if plan.component(name).ahead_bytes:
-                how = self.stage, self._host, self._lock, tiers.tier((name, TIME_LAYERS))
-                layers = self.time_layers[name] = TimeLayers(component.whole, *how)
+                layers = self.time_layers[name] = TimeLayers(component, tiers.tier((name, TIME_LAYERS)))
                 layers.install(self._hooks)
             is_unseen = (name in movers or bool(plan.component(name).note)) and self._is_unseen(name, plan)
             if name in movers or name in self.time_layers or name in self._not_tried or is_unseen:
@@ -493,7 +492,7 @@ class Offloaded(Handle, PipelineHook):
         """Call a component that has the card alone, and note what it needs beside its weights."""
         stage = self.stage
         with self._lock:
-            self._components[name].load(alone=True)
+            self._components[name].load_alone()
         stage.peak_bytes()  # Counts anew from here.
         beside = stage.stats.held_bytes + stage.others_bytes
         output = module(*args, **kwargs)

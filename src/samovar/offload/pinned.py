@@ -16,7 +16,7 @@ import mmap
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ class HostMemory:
         self._files = Files()
         self._phases: Any = WeakTensorKeyDictionary()
         """By tensor: where in a cache line its data began before we moved it."""
-        self._pinned: dict[int, torch.UntypedStorage] = {}
+        self._pinned: dict[int, mmap.mmap] = {}
         """Pinned chunks by address. They must not be freed before they are unpinned."""
         self._finalizer = weakref.finalize(self, _close, stage, self._pinned)
         self._finalizer.atexit = False  # The end of the process unpins everything, and faster.
@@ -138,53 +138,48 @@ class HostMemory:
 
     def pin(self, sources: Iterable[Source]) -> None:
         """Pin the chunks that hold these bytes, as far as the limit allows."""
-        memories = [source for source in sources if isinstance(source, torch.Tensor) and not _is_pinned(source)]
-        found = [_whole(held) for memory in memories if (held := _chunk_of(memory)) is not None]
-        wanted = {chunk.data_ptr(): chunk.untyped_storage() for chunk in found if chunk.data_ptr() not in self._pinned}
-        left = float("inf") if self.limit_bytes is None else self.limit_bytes - _sum(self._pinned.values())
-        allowed = []
-        for chunk in wanted.values():
-            if chunk.nbytes() <= left:
-                allowed.append(chunk)
-                left -= chunk.nbytes()
+        chunks = _chunks_of(source for source in sources if isinstance(source, torch.Tensor) and not _is_pinned(source))
+        wanted = {start: chunk for start, chunk in chunks.items() if start not in self._pinned}
+        left = float("inf") if self.limit_bytes is None else self.limit_bytes - _sum(self._pinned)
+        allowed: dict[int, mmap.mmap] = {}
+        for start, chunk in wanted.items():
+            if len(chunk) <= left:
+                allowed[start] = chunk
+                left -= len(chunk)
         with ThreadPoolExecutor(_THREADS) as threads:
-            problems = list(threads.map(lambda c: self._stage.register(c.data_ptr(), c.nbytes()), allowed))
-        done = {c.data_ptr(): c for c, problem in zip(allowed, problems, strict=True) if problem is None}
+            problems = list(threads.map(self._stage.register, allowed, map(len, allowed.values())))
+        done = {start: allowed[start] for start, problem in zip(allowed, problems, strict=True) if problem is None}
+        pageable_bytes = _sum(wanted) - _sum(done)
         self._pinned.update(done)
-        pageable_bytes = _sum(wanted.values()) - _sum(done.values())
-        self._stage.stats.pinned_bytes += _sum(done.values())
+        self._stage.stats.pinned_bytes += _sum(done)
         self._stage.stats.pageable_bytes += pageable_bytes
         if pageable_bytes:
             problem = next((problem for problem in problems if problem), None)
             reason = problem or f"host_memory allows {format_bytes(self.limit_bytes or 0)}"
             warnings.warn(
-                f"{format_bytes(pageable_bytes)} of weights could not be pinned: {reason}. Copies from pageable memory "
+                f"Some weights could not be pinned: {reason}. Copies from pageable memory "
                 "are about three times as slow, and the GPU waits for them. Raise host_memory, or offload less.",
                 stacklevel=2,
             )
 
     def release(self, sources: Iterable[Source], used: Iterable[Source] = ()) -> None:
         """Unpin the chunks that hold these bytes, which nobody needs any more, but for those that are `used`."""
-        chunks = {id(chunk): chunk for source in sources if (chunk := _chunk_of(source)) is not None}
-        for source in used:
-            chunks.pop(id(_chunk_of(source)), None)
-        starts = [start for chunk in chunks.values() if (start := _whole(chunk).data_ptr()) in self._pinned]
-        if starts:
-            gone = {start: self._pinned.pop(start) for start in starts}
-            self._stage.stats.pinned_bytes -= _sum(gone.values())
-            _unpin(self._stage, gone)
+        starts = _chunks_of(sources).keys() & self._pinned.keys() - _chunks_of(used).keys()
+        gone = {start: self._pinned.pop(start) for start in starts}
+        self._stage.stats.pinned_bytes -= _sum(gone)
+        _unpin(self._stage, gone)
 
     def close(self) -> None:
         """Unpin everything."""
         self._finalizer()
 
 
-def _close(stage: Stage, pinned: dict[int, torch.UntypedStorage]) -> None:
+def _close(stage: Stage, pinned: dict[int, mmap.mmap]) -> None:
     stage.pass_through(())
     _unpin(stage, pinned)
 
 
-def _unpin(stage: Stage, pinned: dict[int, torch.UntypedStorage]) -> None:
+def _unpin(stage: Stage, pinned: dict[int, mmap.mmap]) -> None:
     if pinned:
         stage.synchronize()  # No copy may still read from memory that is unpinned.
     for start in pinned:
@@ -192,13 +187,14 @@ def _unpin(stage: Stage, pinned: dict[int, torch.UntypedStorage]) -> None:
     pinned.clear()
 
 
-def _sum(chunks: Iterable[torch.UntypedStorage]) -> int:
-    return sum(chunk.nbytes() for chunk in chunks)
+def _sum(chunks: Mapping[int, mmap.mmap]) -> int:
+    return sum(map(len, chunks.values()))
 
 
-def _chunk_of(source: Source) -> mmap.mmap | None:
-    """The chunk that a source is in, if any."""
-    return None if isinstance(source, Unpinned) else _chunks.get(source.untyped_storage().data_ptr())
+def _chunks_of(sources: Iterable[Source]) -> dict[int, mmap.mmap]:
+    """The chunks that some sources are in, by address."""
+    places = (source.untyped_storage().data_ptr() for source in sources if isinstance(source, torch.Tensor))
+    return {_whole(chunk).data_ptr(): chunk for chunk in map(_chunks.get, places) if chunk is not None}
 
 
 def _is_pinned(source: torch.Tensor) -> bool:

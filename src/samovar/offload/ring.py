@@ -113,9 +113,6 @@ class StreamedBlock(Protocol):
     def send(self, piece: int, memory: Memory, offset: int) -> None:
         """Start to copy a piece to an offset of the ring's memory."""
 
-    def forget_views(self) -> None:
-        """Let go of the ring's memory, which is about to be freed."""
-
 
 class RingSpace:
     """Which bytes of a ring are taken. They are freed in the order they were taken; a piece never wraps around."""
@@ -301,8 +298,6 @@ class Ring:
         if needed > self._space.capacity:
             if not may_grow:
                 return None
-            for other in self.order:
-                other.forget_views()
             self._queues.free(self.memory)
             self.memory = None
             self._space = RingSpace(needed)

@@ -46,10 +46,6 @@ class Seen:
         self._versions = versions_of([*tensors, *wrappers])
         self._bytes = [[part.tobytes() for part in parts] for parts in self._looked_at]
 
-    def again(self) -> Seen:
-        """The same as they are now."""
-        return Seen(self._tensors, self._wrappers)
-
     def is_same(self, *, thorough: bool = False) -> bool:
         """Whether nobody has changed them, as far as this shows."""
         now = [part.tobytes() for part in self._looked_at[thorough]]

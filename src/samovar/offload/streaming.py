@@ -195,9 +195,6 @@ class _SimulatedBlock:
     def send(self, piece: int, memory: Memory, offset: int) -> None:
         self._timeline.copy(self._sent[piece])
 
-    def forget_views(self) -> None:
-        pass
-
 
 def pass_seconds(
     blocks: Sequence[BlockSize],

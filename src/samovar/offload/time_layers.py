@@ -14,36 +14,34 @@ expected, is computed as ever, with its weights brought in for the call.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from operator import is_not
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from ..arch.modules import named_parts, tensor_bytes, unwrapped
 from ..core import nested
-from ..core.adapters import adapter_layers, adapter_settings, loaded_adapters, merged_adapters
-from ..core.errors import ModelError, SettingError
+from ..core.errors import ModelError
 from ..core.interop import is_compiled
 from ..core.tensor_parts import bits
-from ..hooks import NOT_BYPASSED, HookOrder, ModelHook, Run, current_run, install_hook, pipeline_hooks
+from ..hooks import NOT_BYPASSED, Run, current_run, install_hook, pipeline_hooks
 from ..hooks.intercept import attached_registry
 from ..trace.dry_run import CallForm
-from ..trace.time_only import Form, Tape, find_tape, is_autocast, is_plain
+from ..trace.model_state import ModelState
+from ..trace.time_only import Form, LayerCall, Tape, find_tape, is_autocast, is_plain
+from .component import OffloadedComponent
 from .device import Stage
 from .host_tiers import Tier
-from .layout import ALIGNMENT, TensorFinder, held_by
+from .layout import ALIGNMENT, held_by
 from .load_hooks import HOOK as OFFLOAD_HOOK
-from .pinned import HostMemory
+from .load_hooks import LoadHook
 from .sizes import Component
 from .stats import TimeStats
 from .timesteps import coming_inputs
-from .weight_group import WeightGroup, sources_of
+from .weight_group import WeightGroup
 
 HOOK = "samovar_time_layers"
 """The name of the hooks on layers that are computed ahead."""
@@ -122,17 +120,12 @@ def choose_layers(component: Component, paths: Iterable[str]) -> tuple[dict[str,
     return found, ", ".join(f"{count} {reason}" for reason, count in left.items())
 
 
-def is_watched(layer: torch.nn.Module) -> bool:
-    """Whether torch calls somebody when a layer is called."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or _global_hooks or _global_pre_hooks)
-
-
 def is_free(layer: torch.nn.Module) -> bool:
     """Whether nobody but us looks on when a layer is called."""
     registry = attached_registry(layer)
     return (
         is_plain(layer)
-        and not is_watched(layer)
+        and not (layer._forward_hooks or layer._forward_pre_hooks or _global_hooks or _global_pre_hooks)
         and (registry is None or all(name in (HOOK, OFFLOAD_HOOK) for name, _ in registry.chain))
     )
 
@@ -140,70 +133,60 @@ def is_free(layer: torch.nn.Module) -> bool:
 # ------------------------------------------------------------------------------------------------ what is computed
 
 
-class _Part(NamedTuple):
-    """Where a tensor is in a row."""
+class _Call(NamedTuple):
+    """A call of a layer, and where its tensors are in a row."""
 
-    start: int
-    form: Form
+    form: LayerCall
+    returns: slice
+    given: slice
 
-    @property
-    def end(self) -> int:
-        return self.start + self.form.num_bytes
+    def output(self, row: torch.Tensor) -> torch.Tensor:
+        """What it returns at the step of this row."""
+        form = self.form.returns
+        return row[self.returns].view(form.dtype).view(form.shape)
 
-    def view(self, row: torch.Tensor) -> torch.Tensor:
-        """The tensor in a row."""
-        return row[self.start : self.end].view(self.form.dtype).view(self.form.shape)
+    def differs(self, given: Sequence[torch.Tensor], row: torch.Tensor) -> torch.Tensor | None:
+        """Whether it is given something else than was expected, as a tensor; None if that has another form."""
+        forms = tuple(Form(tensor.shape, tensor.dtype) for tensor in given)
+        if forms != self.form.given or any(tensor.device != row.device for tensor in given):
+            return None
+        return (bits_of(given) != row[self.given]).any()
 
 
 class KnownSteps:
     """The steps of one form of call whose outputs are known."""
 
-    def __init__(self, tape: Tape, ids: Sequence[int]) -> None:
-        """`ids`: the identity of the layer of each call."""
+    def __init__(self, tape: Tape, layers: Sequence[int]) -> None:
+        """`layers`: the identity of the layer of each call."""
         self.tape = tape
-        self.calls: dict[int, list[int]] = {}
-        """By the identity of a layer: the numbers of its calls."""
-        for number, identity in enumerate(ids):
-            self.calls.setdefault(identity, []).append(number)
+        self.calls: list[_Call] = []
+        self.by_layer: dict[int, list[_Call]] = {}
         self._size = 0
-        self.outputs = [self._place(call.returns, ALIGNMENT) for call in tape.layer_calls]
-        self.inputs = [[self._place(form) for form in call.given] for call in tape.layer_calls]
-        """Those of one call lie together."""
+        """Bytes of a row."""
+        for form, layer in zip(tape.layer_calls, layers, strict=True):
+            start = -(-self._size // ALIGNMENT) * ALIGNMENT
+            middle = start + form.returns.num_bytes
+            self._size = middle + sum(given.num_bytes for given in form.given)
+            self.calls.append(_Call(form, slice(start, middle), slice(middle, self._size)))
+            self.by_layer.setdefault(layer, []).append(self.calls[-1])
         self._misses = 0
         self.forget()
 
-    def _place(self, form: Form, alignment: int = 1) -> _Part:
-        part = _Part(self._size, form)
-        self._size += -(-form.num_bytes // alignment) * alignment
-        return part
-
     def forget(self) -> None:
         """Drop what was computed."""
-        self._keys: torch.Tensor | None = None
-        self._rows: list[torch.Tensor] = []
-
-    def differs(self, number: int, given: Sequence[torch.Tensor], row: torch.Tensor) -> torch.Tensor | None:
-        """Whether a call is given something else than was expected, as a tensor; None if that has another form."""
-        parts = self.inputs[number]
-        if [(t.shape, t.dtype, t.device) for t in given] != [(*part.form, row.device) for part in parts]:
-            return None
-        return (bits_of(given) != row[parts[0].start : parts[-1].end]).any()
+        self._rows: dict[bytes, torch.Tensor] = {}
 
     @property
     def is_guessing(self) -> bool:
         """Whether it is worth to compute what may come."""
         return self._misses < _MAX_MISSES
 
-    def find(self, key: torch.Tensor) -> torch.Tensor | None:
-        """The row of the step with this key. This waits for the device."""
-        if self._keys is None:
-            return None
-        found = (self._keys == key).all(1).tolist()
-        if True not in found:
-            self._misses += 1
-            return None
-        self._misses = 0
-        return self._rows[found.index(True)]
+    def find(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The row of the step at which the model is given these. This waits for the device."""
+        row = self._rows.get(_key_of(inputs))
+        if self._rows:
+            self._misses = self._misses + 1 if row is None else 0
+        return row
 
     def compute(
         self, model: torch.nn.Module, steps: Sequence[Sequence[torch.Tensor]], fetch: Fetch, stage: Stage
@@ -213,29 +196,24 @@ class KnownSteps:
         with torch.inference_mode(False):
             memory = torch.empty((2, count * self._size), dtype=torch.uint8, pin_memory=stage.device.type == "cuda")
         made, rows = memory[0], memory[1].view(count, self._size)
-
-        def gathered(part: _Part) -> torch.Tensor:
-            """Where all steps of a part lie together at first, as one copy that nobody waits for."""
-            return made[count * part.start : count * part.end]
-
-        layers = iter(zip(self.outputs, self.inputs, strict=True))
-        for given, outputs in self.tape.play(model, steps, fetch):
-            output, inputs = next(layers)
-            for part, tensors in zip((output, *inputs), (outputs, *zip(*given, strict=True)), strict=True):
-                gathered(part).copy_(bits_of(tensors), non_blocking=True)
-        keys = torch.stack([key_of(step) for step in steps])
+        gathered: list[tuple[slice, torch.Tensor]] = []
+        """Where in a row, and that of all steps together: it comes as one copy that nobody waits for."""
+        for call, (given, outputs) in zip(self.calls, self.tape.play(model, steps, fetch), strict=True):
+            for at, tensors in ((call.returns, outputs), (call.given, [one for each in given for one in each])):
+                gathered.append((at, made[count * at.start : count * at.stop]))
+                gathered[-1][1].copy_(bits_of(tensors), non_blocking=True)
         stage.host_waits(stage.mark_computed())
-        for part in (*self.outputs, *itertools.chain(*self.inputs)):
-            rows[:, part.start : part.end] = gathered(part).view(count, -1)
-        most = max(_MAX_KEPT // max(self._size, 1), count)
-        self._rows = [*rows, *self._rows][:most]
-        self._keys = (keys if self._keys is None else torch.cat([keys, self._keys]))[:most]
-        return self._rows[0]
+        for at, part in gathered:
+            rows[:, at] = part.view(count, -1)
+        self._rows |= zip(map(_key_of, steps), rows, strict=True)
+        for key in list(self._rows)[: -max(_MAX_KEPT // max(self._size, 1), count)]:
+            del self._rows[key]
+        return rows[0]
 
 
-def key_of(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+def _key_of(inputs: Sequence[torch.Tensor]) -> bytes:
     """The bits of what the model is given at a step."""
-    return bits_of(inputs) if inputs else torch.zeros(0, dtype=torch.uint8)
+    return b"".join(bits(tensor).cpu().numpy().tobytes() for tensor in inputs)
 
 
 def bits_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -250,69 +228,48 @@ def bits_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 class _Forward:
     """One call of the model."""
 
-    args: Any
-    kwargs: Any
+    arguments: Any
     thread: int
-    known: KnownSteps | None = None
     row: torch.Tensor | None = None
     """Outputs and inputs of its step, on the device."""
-    is_looked_up: bool = False
-    counts: dict[int, int] = field(default_factory=dict)
-    """How often each layer was called."""
-
-    def next_call(self, layer: torch.nn.Module, known: KnownSteps) -> int | None:
-        """The number of a layer's next call; None if it is called more often than is known."""
-        calls, nth = known.calls.get(id(layer), ()), self.counts.get(id(layer), 0)
-        self.counts[id(layer)] = nth + 1
-        return calls[nth] if nth < len(calls) else None
+    calls: dict[int, Iterator[_Call]] | None = None
+    """The calls of each layer that are still to come; None before the first of all."""
 
 
 class TimeLayers:
     """The time-only layers of one component."""
 
-    def __init__(self, component: Component, stage: Stage, host: HostMemory, lock: threading.RLock, tier: Tier) -> None:
-        self.layers = dict(component.time_layers)
-        self.lock = lock
-        """Held while the model is called."""
-        self.stats = stage.stats.ahead.setdefault(component.name, TimeStats())
+    def __init__(self, component: OffloadedComponent, tier: Tier) -> None:
+        whole, self._stage, self.lock = component.whole, component.stage, component.lock
+        self.layers = dict(whole.time_layers)
+        self.stats = self._stage.stats.ahead.setdefault(whole.name, TimeStats())
         self.stats.layers, self.stats.num_bytes = len(self.layers), tensor_bytes(list(self.layers.values()))
-        self._tier: Tier = tier
-        self._name, self._model, self._stage, self._host = component.name, unwrapped(component.module), stage, host
-        self._groups = {
-            id(layer): WeightGroup(f"{component.name}.{path}", TensorFinder(layer), stage, host)
-            for path, layer in self.layers.items()
-        }
-        self._known: OrderedDict[Hashable, KnownSteps | None] = OrderedDict()
+        self._component, self._name, self._model = component, whole.name, unwrapped(whole.module)
+        self.groups = {id(layer): WeightGroup(layer, self._stage, component.host) for layer in self.layers.values()}
+        for group in self.groups.values():
+            group.tier = tier
+        self._known: dict[Hashable, KnownSteps | None] = {}
         """By form of call; None if none of the layers is on its tape."""
+        self._states: list[ModelState] = []
+        """The model as it was when that was learned, and how its adapters were switched."""
         self._changes: list[int] = []
         """Of the weights of each layer, as seen so far."""
-        self._parts: list[torch.nn.Module] = []
-        self._loaded: tuple[str, ...] = ()
-        self._adapted: list[torch.nn.Module] = []
-        """The layers that adapters are on."""
-        self._merged: list[Any] = []
         self._run: Run | None = None
         self._forward: _Forward | None = None
         self._doubts: list[torch.Tensor] = []
         """Whether a layer was given something unexpected, on the device, by call."""
-        self._is_gone = False
 
     def install(self, undo: contextlib.ExitStack) -> None:
         """Put hooks on the layers, and keep their weights on the host."""
-        with self._host.adopting():
-            for group in self._groups.values():
-                group.tier = self._tier
-            self._changes = [group.update() for group in self._groups.values()]
-        if self._tier == "pinned":
-            self._host.pin(sources_of(self._groups.values()))
-        for path, layer in self.layers.items():
-            install_hook(undo, layer, HOOK, _LayerHook(self, path))
+        with self._component.host.adopting():
+            self._changes = [group.prepare() for group in self.groups.values()]
+        for layer in self.layers.values():
+            install_hook(undo, layer, HOOK, _LayerHook(self._component, self, layer))
 
     def restore(self) -> None:
         """Let the weights go for good."""
-        self._is_gone = True
         self._forget()
-        for group in self._groups.values():
+        for group in self.groups.values():
             group.restore()
 
     def _forget(self) -> None:
@@ -327,7 +284,7 @@ class TimeLayers:
     def calling(self, args: Any, kwargs: Any) -> Iterator[None]:
         """Around a call of the model with the arguments that the caller gave."""
         with self.lock:
-            self._forward = _Forward(args, kwargs, threading.get_ident())
+            self._forward = _Forward((args, kwargs), threading.get_ident())
             try:
                 yield
                 run = current_run()
@@ -347,7 +304,7 @@ class TimeLayers:
                 "OffloadConfig(precompute=False)."
             )
 
-    def answer(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    def answer(self, layer: torch.nn.Module, given: Any) -> Any:
         """What a layer returns in the running forward; NOT_BYPASSED if it must be computed, as it must be where others
         look on."""
         forward = self._forward
@@ -355,30 +312,29 @@ class TimeLayers:
             return NOT_BYPASSED
         if torch.is_grad_enabled() or is_autocast() or not is_free(layer):
             return NOT_BYPASSED
-        if not forward.is_looked_up:
-            forward.is_looked_up = True
+        if forward.calls is None:
+            forward.calls = {}
             self._look_up(forward)
-        known, row = forward.known, forward.row
-        number = None if known is None else forward.next_call(layer, known)
-        if known is None or row is None or number is None:
+        call = next(forward.calls.get(id(layer), iter(())), None)
+        if call is None or forward.row is None:
             return NOT_BYPASSED
-        is_other = known.differs(number, list(nested.tensors((args, kwargs))), row)
+        is_other = call.differs(list(nested.tensors(given)), forward.row)
         if is_other is None:
             return NOT_BYPASSED
         self._doubts.append(is_other)
-        return known.outputs[number].view(row)
+        return call.output(forward.row)
 
     def _look_up(self, forward: _Forward) -> None:
         """Find what was computed for a call of the model, or compute it now for this step and those to come."""
         run = current_run()
         is_new_run, self._run = run is not self._run, run
-        form = (self._check_model(is_new_run), _numerics(), nested.signature((forward.args, forward.kwargs)))
-        known = self._steps_of(form, forward)
+        self._check_model(is_new_run)
+        known = self._steps_of(forward.arguments)
         if known is None:
             return
-        tensors = list(nested.tensors((forward.args, forward.kwargs)))
+        tensors = list(nested.tensors(forward.arguments))
         inputs = [tensors[place].to(self._stage.device) for place in known.tape.inputs]
-        row = known.find(key_of(inputs))
+        row = known.find(inputs)
         self.settle()  # The device was waited for just now.
         if row is None:
             steps = [inputs, *(coming_inputs(run, inputs) if known.is_guessing else ())]
@@ -386,95 +342,67 @@ class TimeLayers:
             self.stats.computed_steps += len(steps)
         else:
             self.stats.found_forwards += 1
-        forward.known, forward.row = known, row.to(self._stage.device, non_blocking=True, copy=True)
+        forward.row = row.to(self._stage.device, non_blocking=True, copy=True)
+        forward.calls = {layer: iter(calls) for layer, calls in known.by_layer.items()}
 
-    def _steps_of(self, form: Hashable, forward: _Forward) -> KnownSteps | None:
+    def _steps_of(self, arguments: Any) -> KnownSteps | None:
+        form = torch.get_num_threads(), nested.signature(arguments)  # On a CPU, threads round in their own ways.
         if form not in self._known:
+            if len(self._known) >= _MAX_FORMS:
+                self._known.clear()
             parts = named_parts(self._model)
-            paths = [path for path, part in parts.items() if id(part) in self._groups]
-            tape = find_tape(self._model, forward.args, forward.kwargs, 0, among=paths).tape
+            paths = [path for path, part in parts.items() if id(part) in self.groups]
+            tape = find_tape(self._model, arguments[0], arguments[1], 0, among=paths).tape
             self._known[form] = None if tape is None else KnownSteps(tape, [id(parts[path]) for path in tape.layers])
-            while len(self._known) > _MAX_FORMS:
-                self._known.popitem(last=False)
-        self._known.move_to_end(form)
         return self._known[form]
 
-    def _check_model(self, is_new_run: bool) -> Hashable:
-        """Drop what depends on weights or parts of the model that have changed. What depends on how its adapters are
-        switched, which is returned, has a form of its own, and is there again when they are switched back."""
-        loaded = loaded_adapters(self._model)
-        parts = list(self._model.modules()) if is_new_run or loaded != self._loaded else self._parts
-        if loaded != self._loaded or len(parts) != len(self._parts) or any(map(is_not, parts, self._parts)):
-            self._parts, self._loaded = parts, loaded
-            self._adapted = adapter_layers(parts) if loaded else []
+    def _check_model(self, is_new_run: bool) -> None:
+        """Drop what depends on weights or parts of the model that have changed, or on adapters that were switched."""
+        model, adapters = self._states or (None, None)
+        if model is None or adapters is None or not adapters.holds() or (is_new_run and not model.holds()):
+            parts = self._model.modules(), ()
+            self._states = [ModelState(each, kernels=True, adapted=self._model) for each in parts]
             self._known.clear()
-        for group in self._groups.values():
+        for group in self.groups.values():
             group.is_due |= is_new_run
-        # To merge weights and take them apart again does not give the same weights.
-        merged, changes = merged_adapters(self._adapted), [group.update() for group in self._groups.values()]
-        if (merged, changes) != (self._merged, self._changes):
-            self._merged, self._changes = merged, changes
+        changes = [group.prepare() for group in self.groups.values()]
+        if changes != self._changes:
+            self._changes = changes
             for known in filter(None, self._known.values()):
                 known.forget()
-        return repr(list(map(adapter_settings, self._adapted)))
-
-    # ------------------------------------------------------------------------------------------------ on the device
 
     @contextlib.contextmanager
     def _visiting(self, path: str) -> Iterator[torch.nn.Module]:
         """Inside, the weights of a layer are on the device."""
         layer = self._model.get_submodule(path)
-        group = self._groups[id(layer)]
+        group = self.groups[id(layer)]
         try:
-            group.reserve()
             group.load()
             group.lend_own()
             yield layer
         finally:
             group.unload()
 
-    @contextlib.contextmanager
-    def on_device(self, path: str) -> Iterator[None]:
-        """The same for a call by the model."""
-        with self.lock:
-            if self._is_gone:
-                raise SettingError(
-                    f"The offload of {self._name} was changed or taken off while another thread was about to call it. "
-                    "Wait for running calls to end before you do so."
-                )
-            self._stage.check_call()
-            self.stats.live_calls += 1
-            with self._visiting(path):
-                yield
 
-
-class _LayerHook(ModelHook):
+class _LayerHook(LoadHook):
     """Answers for a layer, or brings its weights in."""
 
-    order = HookOrder.OFFLOAD
+    may_be_left_out = False
 
-    def __init__(self, layers: TimeLayers, path: str) -> None:
-        self._layers, self._path = layers, path
-        self._open: list[contextlib.AbstractContextManager[None]] = []
+    def __init__(self, component: OffloadedComponent, layers: TimeLayers, layer: torch.nn.Module) -> None:
+        super().__init__(component, layers.groups[id(layer)])
+        self._layers = layers
 
     def bypass(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self._layers.answer(module, args, kwargs)
+        return self._layers.answer(module, (args, kwargs))
 
-    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        brought = self._layers.on_device(self._path)
-        brought.__enter__()
-        self._open.append(brought)
-        return args, kwargs
+    def _begin(self, lent: list[WeightGroup]) -> None:
+        self._stage.check_call()
+        self._layers.stats.live_calls += 1
+        self._group.load()
+        self._group.lend_own()
 
-    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        self._open.pop().__exit__(None, None, None)
-        return output
+    def _end(self) -> None:
+        self._group.unload()
 
-    def failed_forward(self, module: torch.nn.Module, error: BaseException) -> None:
-        if self._open:
-            self._open.pop().__exit__(None, None, None)
-
-
-def _numerics() -> Hashable:
-    """What else the bits of an output depend on."""
-    return torch.get_float32_matmul_precision(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    _fail = _end

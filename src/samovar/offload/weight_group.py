@@ -28,13 +28,24 @@ from .coding import Form
 from .device import Buffer, Stage
 from .files import ModelFile, Unpinned
 from .host_tiers import Tier
-from .layout import Piece, flat_bytes, lay_out, move_to_host, set_data, spans_of, view_of
+from .layout import (
+    Piece,
+    cast_for_calls,
+    flat_bytes,
+    held_by,
+    lay_out,
+    move_to_host,
+    set_data,
+    spans_of,
+    tensors_of,
+    view_of,
+)
 from .pinned import HostMemory, Source, new_chunk
 from .ring import Mark
 from .seen import Seen, versions_of
 
-_MAX_VIEWS = 16
-"""Places in the ring for which views are kept: making them takes the host longer than all else that it does."""
+_MAX_VIEWS = 1024
+"""Places of groups in a ring for which views are kept."""
 _dtype = attrgetter("dtype")
 
 
@@ -54,7 +65,7 @@ class _Held:
     """What the model holds, and where that is on the host."""
 
     found: Sequence[torch.Tensor] = ()
-    """Parameters and buffers."""
+    """Parameters and buffers, and what they are made of, in the order in which they are found."""
     tensors: Sequence[torch.Tensor] = ()
     """What they are made of."""
     hosts: Sequence[torch.Tensor] = ()
@@ -64,10 +75,8 @@ class _Held:
     wrappers: Sequence[Wrapper] = ()
     counted: Sequence[torch.Tensor] = ()
     """Where torch counts changes: of a wrapper, there and not in what it is made of."""
-    cast: Collection[int] = ()
-    """The ids of those that are cast for each call and back."""
     wires: Sequence[Wire] = ()
-    files: Sequence[ModelFile] = ()
+    files: Collection[ModelFile] = ()
     """Those that weights are read from."""
     how: tuple[bool, Tier] = (False, "pinned")
     """Whether it is compressed, and where it is kept."""
@@ -90,29 +99,23 @@ class WeightGroup:
 
     def __init__(
         self,
-        name: str,
-        find: Callable[[], list[torch.Tensor]],
+        module: torch.nn.Module,
         stage: Stage,
         host: HostMemory,
-        find_cast: Callable[[], Collection[int]] = frozenset,
+        skip: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        """`find` looks up the tensors as the model holds them now; they are moved as what they are made of.
-        `find_cast`: the ids of those that are cast for each call and back."""
-        self.name = name
+        """`skip` says what of the module to leave out now (see `held_by`)."""
         self.tier: Tier = "pinned"
         self.is_coded = False
         """Whether pieces cross the bus compressed if that gains enough. Then the copy that is pinned is that one."""
         self.is_due = False
         """Whether a closer look at its weights is due: once a run."""
-        self._find, self._find_cast, self._stage, self._host = find, find_cast, stage, host
+        self._module, self._skip, self._stage, self._host = module, skip, stage, host
         self._held = _Held()
         self._changes = 0
         self._lent: tuple[Sequence[torch.Tensor], list[int]] | None = None
         """While it is called: its data on the device, and the counts of changes before."""
         self._own: _Own | None = None
-        self._views: dict[tuple[int, ...], list[torch.Tensor]] = {}
-        """Its tensors in the ring, by the offsets of its pieces there."""
-        self._viewed: Buffer | None = None
 
     # ------------------------------------------------------------------------------------------------ on the host
 
@@ -137,19 +140,13 @@ class WeightGroup:
                     and wire.form is not None), default=0)  # fmt: skip
 
     def prepare(self) -> int:
-        """Take over what the model holds now; returns how many changes were seen so far."""
-        changes = self._changes
-        if self.update() != changes and self.tier == "pinned":
-            self._host.pin(self.sources)
-        return self._changes
-
-    def update(self) -> int:
-        """The same, where pinning is up to the caller."""
+        """Take over what the model holds now, and pin it; returns how many changes were seen so far."""
         self.give_back()  # If a call was interrupted.
         self.check_files()
         is_due, self.is_due = self.is_due, False
         if not self._is_in_place() or not all(wire.seen.is_same(thorough=is_due) for wire in self._held.wires):
             self._adopt()
+            self._host.pin(self.sources)
         return self._changes
 
     def check_files(self) -> None:
@@ -160,24 +157,28 @@ class WeightGroup:
     @plainly
     def _is_in_place(self) -> bool:
         """Whether the model holds the same tensors, where they were."""
-        held = self._held
-        if self._find() is not held.found or held.how != (self.is_coded, self.tier):
+        held, found = self._held, self._found()
+        if (len(found), self.is_coded, self.tier) != (len(held.found), *held.how):
             return False
-        is_set = all(map(torch.Tensor.is_set_to, held.tensors, held.hosts))
+        is_set = all(map(is_, found, held.found)) and all(map(torch.Tensor.is_set_to, held.tensors, held.hosts))
         return is_set and all(map(is_, map(_dtype, held.tensors), map(_dtype, held.hosts)))
+
+    def _found(self) -> list[torch.Tensor]:
+        """What the model holds now, and what that is made of."""
+        found = held_by(self._module, self._skip())
+        return [*found, *take_apart(found).plain]
 
     @plainly
     def _adopt(self) -> None:
         """Take over the tensors that the model holds now."""
-        found = self._find()
-        tensors, wrappers, _ = take_apart(found)
+        found = self._found()
+        tensors, wrappers = take_apart(found)
         self._bring_home(tensors)
         pieces = lay_out(spans_of(tensors), in_phase=self._stage.keeps_phase)
         wrapped = [wrapper.tensor for wrapper in wrappers]
         wires = self._wires(pieces, wrapped)
         placed = _places_in(pieces)
         tensors = [tensor for tensor, _ in placed]
-        read = [wire.source for wire in wires if isinstance(wire.source, Unpinned)]
         before, self._held = self._held, _Held(
             found,
             tensors,
@@ -185,14 +186,12 @@ class WeightGroup:
             places=[place for _, place in placed],
             wrappers=wrappers,
             counted=[*tensors, *wrapped],
-            cast=self._find_cast(),
             wires=wires,
-            files=list({file for source in read for file in source.files}),
+            files={file for wire in wires if isinstance(wire.source, Unpinned) for file in wire.source.files},
             how=(self.is_coded, self.tier),
         )  # fmt: skip
         self._changes += 1
         self._follow()
-        self.forget_views()
         self._host.release((wire.source for wire in before.wires), self.sources)
 
     def _bring_home(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -227,7 +226,7 @@ class WeightGroup:
     def anonymous_bytes(self) -> int:
         """Bytes of it that are in memory alone, and in no file."""
         self.give_back()
-        return self._host.anonymous_bytes(take_apart(self._find()).plain)
+        return self._host.anonymous_bytes(tensors_of(self._module, self._skip()))
 
     def edits(self) -> int:
         """A number that changes when torch counts a change of one of the tensors."""
@@ -245,7 +244,6 @@ class WeightGroup:
             if span.phase != self._host.phase_before(span):
                 move_to_host(span, self._host.phase_before(span))
         self._held = _Held()
-        self.forget_views()
 
     # ------------------------------------------------------------------------------------------------ for a call
 
@@ -257,22 +255,18 @@ class WeightGroup:
     @plainly
     def lend(self, offsets: Sequence[int], memory: Buffer) -> None:
         """Point the tensors at the device memory that their pieces were sent to."""
-        if memory is not self._viewed or len(self._views) >= _MAX_VIEWS:
-            self.forget_views()
-            self._viewed = memory
-        held, views = self._held, self._views.get(tuple(offsets))
+        held, key = self._held, (self, self._changes, *offsets)
+        views = memory.views.get(key)
         if views is None:
             both = zip(held.hosts, held.places, strict=True)
             views = [view_of(memory.flat, host, offsets[piece] + offset) for host, (piece, offset) in both]
-            self._views[tuple(offsets)] = views
+            if len(memory.views) >= _MAX_VIEWS:
+                memory.views.clear()
+            memory.views[key] = views
         # Noted before it is done: whatever interrupts this, `give_back` finds the way back.
         self._lent = views, versions_of(held.counted)
         set_data(held.tensors, views)
         self._follow()
-
-    def forget_views(self) -> None:
-        """Let go of the device memory that it was last lent."""
-        self._views, self._viewed = {}, None
 
     @property
     def is_lent(self) -> bool:
@@ -288,28 +282,11 @@ class WeightGroup:
         if now == versions and all(map(torch.Tensor.is_set_to, held.tensors, views)):
             set_data(held.tensors, held.hosts)  # The usual case, quickly.
         else:
-            is_counted = now != versions
-            for index, (tensor, host, view) in enumerate(zip(held.tensors, held.hosts, views, strict=True)):
-                self._take_back(tensor, host, view, is_counted, now[index] != versions[index])
+            is_counted, cast = now != versions, cast_for_calls(self._module)
+            for tensor, host, view, *counts in zip(held.tensors, held.hosts, views, now, versions, strict=False):
+                _take_back(tensor, host, view, is_counted, counts[0] != counts[1], id(tensor) in cast)
         self._follow()
         self._lent = None
-
-    def _take_back(
-        self, tensor: torch.Tensor, host: torch.Tensor, view: torch.Tensor, is_counted: bool, is_changed: bool
-    ) -> None:
-        if tensor.is_set_to(host):
-            return  # An interrupt came before it was lent, or after it was given back.
-        is_set = not tensor.is_set_to(view)
-        if is_set and _form(tensor) != _form(host):
-            tensor.data = tensor.data.to(host.device, copy=True)  # `update` will adopt it.
-            return
-        # Batch norms do not have torch count the changes of their statistics, only those of their counter.
-        is_changed = is_changed or (is_counted and not isinstance(tensor, torch.nn.Parameter))
-        # A layer that is cast for its call and back has other data with the same content; to look is to wait.
-        is_other = is_set and id(tensor) not in self._held.cast and not torch.equal(bits(tensor), bits(view))
-        if is_changed or is_other:
-            host.copy_(tensor.data)
-        tensor.data = host
 
     # ------------------------------------------------------------------------------------------------ a copy of its own
 
@@ -335,7 +312,7 @@ class WeightGroup:
 
     def load(self) -> None:
         """Start to copy it there."""
-        if self._own is None or self.is_sent:
+        if self._own is None or self._own.is_sent or self._own.changes != self.prepare():
             self.reserve()
         own = self._own
         assert own is not None
@@ -362,8 +339,27 @@ class WeightGroup:
         self.give_back()
         own, self._own = self._own, None
         if own is not None:
-            self.forget_views()
             self._stage.free(own.buffer)
+
+
+def _take_back(
+    tensor: torch.Tensor, host: torch.Tensor, view: torch.Tensor, is_counted: bool, is_changed: bool, is_cast: bool
+) -> None:
+    """Point a tensor at the host. `is_counted`: torch has counted a change of any in its group; `is_cast`: it is cast
+    for each call and back."""
+    if tensor.is_set_to(host):
+        return  # An interrupt came before it was lent, or after it was given back.
+    is_set = not tensor.is_set_to(view)
+    if is_set and _form(tensor) != _form(host):
+        tensor.data = tensor.data.to(host.device, copy=True)  # `prepare` will adopt it.
+        return
+    # Batch norms do not have torch count the changes of their statistics, only those of their counter.
+    is_changed = is_changed or (is_counted and not isinstance(tensor, torch.nn.Parameter))
+    # A layer that is cast for its call and back has other data with the same content; to look is to wait.
+    is_other = is_set and not is_cast and not torch.equal(bits(tensor), bits(view))
+    if is_changed or is_other:
+        host.copy_(tensor.data)
+    tensor.data = host
 
 
 def compressed(piece: Piece, stage: Stage) -> Wire | None:
@@ -403,8 +399,3 @@ def _places_in(pieces: Iterable[Piece]) -> list[tuple[torch.Tensor, tuple[int, i
 
 def _form(tensor: torch.Tensor) -> Any:
     return tensor.shape, tensor.stride(), tensor.dtype
-
-
-def sources_of(groups: Iterable[WeightGroup]) -> list[Source]:
-    """The host bytes of some groups."""
-    return [source for group in groups for source in group.sources]
