@@ -44,7 +44,7 @@ BUDGETS = {
     "hooks": 10_500,
     "lab": 13_500,
     "media": 3_250,
-    "offload": 44_700,
+    "offload": 43_282,
     "omni": 2_200,
     "parallel": 18_200,
     "serve_ray": 975,

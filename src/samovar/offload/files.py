@@ -132,23 +132,20 @@ class Files:
         self._open: dict[tuple[int, str], ModelFile] = {}
         """By the start of the mapping and the inode."""
         self._mappings: list[_Mapping] | None = None
-        """Those that were read inside of `reading_once`."""
-        self._is_read_once = False
+        """Those that were read for `reading_once`."""
 
     @contextlib.contextmanager
     def reading_once(self) -> Iterator[None]:
         """Inside, nobody maps files, so the mappings are read once: that takes milliseconds."""
-        outer, self._is_read_once = self._is_read_once, True
+        outer, self._mappings = self._mappings, self._mappings or _private_mappings()
         try:
             yield
         finally:
-            self._is_read_once = outer
-            self._mappings = self._mappings if outer else None
+            self._mappings = outer
 
     def find(self, span: Span) -> Source:
         """Where the bytes of a span on the host are."""
         mappings = _private_mappings() if self._mappings is None else self._mappings
-        self._mappings = mappings if self._is_read_once else None
         index = bisect_right(mappings, span.start, key=lambda mapping: mapping.start) - 1
         mapping = mappings[index] if index >= 0 and span.num_bytes else None
         if mapping is None or span.start + span.num_bytes > mapping.end or (file := self._opened(mapping)) is None:
