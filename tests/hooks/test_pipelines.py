@@ -322,7 +322,8 @@ def test_the_scheduler_says_where_a_run_is(make: Callable[[], Any]) -> None:
         scheduler.set_timesteps(steps)
         for number, _ in enumerate(loop(scheduler, begin), start=begin):
             sigma, then = [*scheduler.sigmas[number : number + 2].tolist(), 0.0][:2]
-            expected = Position(number, len(scheduler.timesteps), sigma, then)
+            length = len(scheduler.timesteps)
+            expected = Position(number, length, sigma, then, length, scheduler.timesteps)
             assert run.position() == run.position() == expected, "asking twice changes nothing"
         assert run.total() == len(scheduler.timesteps)
 
@@ -338,7 +339,7 @@ def test_where_a_run_is_may_be_unknown() -> None:
         assert (Run(pipe, 1).position(), Run(pipe, 1).total()) == (None, 6)
     pipe = Own(scheduler=FlowMatchEulerDiscreteScheduler())
     pipe.scheduler.set_timesteps(6, device="meta")
-    assert Run(pipe, 1).position() == Position(0, 6, None)
+    assert Run(pipe, 1).position() == Position(0, 6, None, 0.0, 6, pipe.scheduler.timesteps)
 
 
 class Note(ModelHook):

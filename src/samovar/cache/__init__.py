@@ -14,8 +14,8 @@ from .backend import (
 )
 from .config import AutoConfig, CacheConfig, TeaCacheConfig
 from .extractors import EXTRACTOR_REGISTRY, CacheContext, register_extractor
-from .history import TeaCacheState
 from .hook import TeaCacheHook, apply_teacache_hook
+from .run import TeaCacheState
 from .stats import BranchStats, CacheStats, StepRecord
 from .tuned import TunedFor
 

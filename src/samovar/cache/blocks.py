@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,15 +20,16 @@ from ..arch.modules import unwrapped
 from ..core import nested
 from ..core.errors import ModelError
 from ..core.interop import is_compiled
-from ..trace.forward import Given, Tensors, Trace, Watcher
+from ..trace.forward import Given, Trace, Watcher
 from ..trace.gates import Gates
 from ..trace.model_state import ModelState, own
 from ..trace.modulated_input import ModulatedInput
 from ..trace.skip_pass import Mode, Replay, StepPass, rehearse
 from ..trace.twin import TrialFailed
-from .inputs import Inputs
-from .model import About, CachedModel, Forward, keep_latest, side_effect
+from .call import Call
 from .signal import Signal
+from .steps import About, keep_latest
+from .threshold import Instruction, Outcome, ThresholdSteps
 
 _MAX_TRACES = 3
 """How often a form is traced before its blocks count as called at random."""
@@ -36,42 +37,6 @@ _logger = logging.getLogger(__name__)
 
 SimpleExtractor = Callable[[torch.nn.Module, torch.Tensor, Any], torch.Tensor]
 """Makes the modulated input of the model, its embedded sample and its embedded time."""
-
-
-class Instruction(NamedTuple):
-    """How to take a step."""
-
-    mode: Mode
-    """`ask` leaves it to `decide`."""
-    residuals: Tensors | None = None
-    """What the blocks of a skipped step are expected to add."""
-    decide: Callable[[Signal], bool] | None = None
-    """Records the signal; returns True to skip. Without it, no signal is read."""
-
-
-class Outcome(NamedTuple):
-    """The result of a step."""
-
-    output: Any
-    computed: bool
-    residuals: Tensors | None = None
-    """What the blocks added, if the step was computed and that is known."""
-    signal: Signal | None = None
-    problem: str | None = None
-    """Why a step that should have been skipped was computed."""
-
-
-class SkippableModel(CachedModel):
-    """A denoiser that computes a step with its expensive part skipped."""
-
-    def run(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
-        """Take a step."""
-        if self.problem(inputs) is not None:
-            return Outcome(forward(inputs.args, inputs.kwargs), computed=True)
-        return self._run(inputs, wanted, forward)
-
-    def _run(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
-        raise NotImplementedError
 
 
 @dataclass(eq=False)
@@ -131,10 +96,10 @@ def _embedded_time(given: Given, other: Given | None, stream: torch.Tensor) -> i
     return next((at for at, value in rest if value.shape != stream.shape and not torch.equal(value, later[at])), None)
 
 
-class BlockModel(SkippableModel):
-    """A model that is built of blocks."""
+class BlockSteps(ThresholdSteps):
+    """Takes the steps of a model that is built of blocks."""
 
-    def __init__(self, model: torch.nn.Module, hook_name: str, extractor: SimpleExtractor | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, hook_name: str, extractor: SimpleExtractor | None, *rest: Any) -> None:
         bare = unwrapped(model)
         self._structure = find_anatomy(bare)
         stacks = [stack.modules(bare) for stack in self._structure.stacks]
@@ -144,7 +109,8 @@ class BlockModel(SkippableModel):
         self._forms: dict[Hashable, _TracedForm] = {}
         self._attempts: dict[Hashable, int] = {}
         # Whoever changes blocks usually changes all of them.
-        super().__init__(bare, lambda: (part for stack in stacks for part in stack[0].modules()))
+        firsts = [stack[0] for stack in stacks]
+        super().__init__(bare, lambda: (part for first in firsts for part in first.modules()), *rest)
         self._inside = {part for stack in stacks for block in stack for part in block.modules()}
         self._gates = Gates(bare, self._structure, hook_name)
 
@@ -168,45 +134,45 @@ class BlockModel(SkippableModel):
             signal = f"the modulated input from {getattr(self._extractor, '__name__', 'its extractor')}"
         return About(signal, problem, coverage(self._model, covered))
 
-    def _run(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
-        form = self._forms.get(inputs.signature)
+    def _run(self, call: Call, wanted: Instruction) -> Outcome:
+        form = self._forms.get(call.signature)
         if form is None:
-            return self._first(inputs, wanted, forward)
+            return self._first(call, wanted)
         # Blocks before the leader need not run to read the signal, where the step is then skipped.
         is_ahead = wanted.mode == "ask" and form.trace.early_segments
-        return (self._ask_ahead if is_ahead else self._next)(form, inputs, wanted, forward)
+        return (self._ask_ahead if is_ahead else self._next)(form, call, wanted)
 
     # -------------------------------------------------------------------------------------- the first time
 
-    def _first(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
+    def _first(self, call: Call, wanted: Instruction) -> Outcome:
         """Compute a step of a form that was not seen before, and learn from it."""
         try:
-            before = inputs.copied()
+            before = call.copied()
         except ModelError as error:
-            self._refuse(inputs.signature, str(error))
-            return Outcome(forward(inputs.args, inputs.kwargs), computed=True)
+            self._refuse(call, str(error))
+            return Outcome(call.compute())
         watcher = Watcher(self._model, self._structure)
         with self._gates.asking(watcher):
-            output = forward(inputs.args, inputs.kwargs)
+            output = call.compute()
         try:
-            problem = side_effect(inputs, before.tensors, output)
+            problem = call.side_effect(before.tensors, output)
             if problem is not None:
                 raise ModelError(problem)
             watched = watcher.watched()
             given, another = (before.args, before.kwargs), partial(before.at_another_step, output)
             rehearsed = rehearse(self._model, self._gates.by_module, watched, given, output, another)
         except (ModelError, TrialFailed) as error:
-            self._refuse(inputs.signature, str(error))
-            return Outcome(output, computed=True)
+            self._refuse(call, str(error))
+            return Outcome(output)
         form = _TracedForm(watched.trace, self._extractor)
-        for dropped in keep_latest(self._forms, inputs.signature, form):
+        for dropped in keep_latest(self._forms, call.signature, form):
             dropped.close()
         signal = form.read(self._model, *rehearsed) if wanted.decide is not None else None
         return Outcome(output, True, watched.residuals, signal)
 
     # -------------------------------------------------------------------------------------- all other times
 
-    def _next(self, form: _TracedForm, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
+    def _next(self, form: _TracedForm, call: Call, wanted: Instruction) -> Outcome:
         decide, signal = wanted.decide, None
         with contextlib.ExitStack() as checks:
 
@@ -220,17 +186,19 @@ class BlockModel(SkippableModel):
                 return "compute"
 
             step = StepPass(form.trace, wanted.mode, wanted.residuals, None if decide is None else choose)
-            spare = (inputs.args, inputs.kwargs) if wanted.mode == "compute" else _spare(inputs)
-            output = self._forward(step, (inputs.args, inputs.kwargs), forward)
+            spare: Any = (call.args, call.kwargs)
+            if wanted.mode != "compute":  # In other containers: some models empty the lists that they are given.
+                spare = nested.map_tensors(lambda tensor: tensor, spare)
+            output = self._forward(step, call)
         if step.lost is None:
             is_computed = step.mode != "skip"
             return Outcome(output, is_computed, step.residuals if is_computed else None, signal)
-        self._lose(inputs.signature, step.lost)
+        self._lose(call, step.lost)
         if step.mode == "skip":
-            output = forward(*spare)
+            output = call.forward(*spare)
         return Outcome(output, True, None, signal, "the blocks were called in another way than in the traced forward")
 
-    def _ask_ahead(self, form: _TracedForm, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
+    def _ask_ahead(self, form: _TracedForm, call: Call, wanted: Instruction) -> Outcome:
         """Read the signal from the model's twin, so that the model itself is called once either way."""
         signal, skips = None, False
 
@@ -243,11 +211,11 @@ class BlockModel(SkippableModel):
 
         step = StepPass(form.trace, "skip", wanted.residuals, choose)
         try:
-            self._replay(form).skip(step, inputs.args, inputs.kwargs)
+            self._replay(form).skip(step, call.args, call.kwargs)
         except TrialFailed as error:
             step.lost = str(error)
         mode: Mode = "skip" if skips and step.lost is None else "compute"
-        taken = self._next(form, inputs, wanted._replace(mode=mode, decide=None), forward)
+        taken = self._next(form, call, wanted._replace(mode=mode, decide=None))
         return taken._replace(signal=signal, problem=step.lost or taken.problem)
 
     def _replay(self, form: _TracedForm) -> Replay:
@@ -256,10 +224,10 @@ class BlockModel(SkippableModel):
             form.replay = Replay(self._model, self._gates.by_module, form.trace), ModelState(around)
         return form.replay[0]
 
-    def _forward(self, step: StepPass, given: tuple[Any, Any], forward: Forward) -> Any:
+    def _forward(self, step: StepPass, call: Call) -> Any:
         try:
             with self._gates.asking(step):
-                output = forward(*given)
+                output = call.compute()
         except BaseException as error:
             if step.lost is None or step.mode != "skip" or not isinstance(error, Exception):
                 raise
@@ -267,14 +235,15 @@ class BlockModel(SkippableModel):
         step.finish()
         return output
 
-    def _lose(self, signature: Hashable, why: str) -> None:
+    def _lose(self, call: Call, why: str) -> None:
         """Trace the next step of this form again, unless that was done often enough."""
+        signature = call.signature
         form = self._forms.pop(signature, None)
         if form is not None:
             form.close()
         self._attempts[signature] = self._attempts.get(signature, 0) + 1
         if self._attempts[signature] >= _MAX_TRACES:
-            self._refuse(signature, f"its blocks are not called in the same order each time: {why}")
+            self._refuse(call, f"its blocks are not called in the same order each time: {why}")
 
     @contextlib.contextmanager
     def _checked(self, form: _TracedForm, given: Given, signal: Signal) -> Iterator[None]:
@@ -299,12 +268,6 @@ class BlockModel(SkippableModel):
         own(compare)
         with reader.attention.register_forward_pre_hook(compare, with_kwargs=True):
             yield
-
-
-def _spare(inputs: Inputs) -> tuple[Any, Any]:
-    """The arguments in other containers: some models empty the lists that they are given."""
-    args, kwargs = nested.map_tensors(lambda tensor: tensor, (inputs.args, inputs.kwargs))
-    return args, kwargs
 
 
 def no_stack(name: str) -> str:

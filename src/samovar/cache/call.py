@@ -1,94 +1,165 @@
-"""One call of the denoiser, the run that it belongs to, and how its step is taken."""
+"""One call of the denoiser: its arguments by role, and the run, step and branch that it belongs to.
+
+The sample and the time change at every step. Conditioning stays the same: if it changes, a new history begins. Anything
+else that changes from step to step, such as the residuals of a ControlNet, affects the output in a way that the sample
+does not show; its change counts in proportion to its size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from ..trace.skip_pass import Mode
-from .clock import Clock, Step
-from .error_control import ErrorControl
-from .forecast_error import Path
-from .history import CHANGED_INPUT, TeaCacheState
-from .inputs import Inputs
-from .model import CachedModel, Forward
-from .signal import Agree, measure
-from .stats import StepRecord
+import numpy as np
+import torch
 
-AGAIN = "this branch was called twice at the same step"
-"""The reason of a call that may not be a step; nothing of it is stored."""
-NEVER = ("settings", "min_steps")
-"""Reasons for which no step of a run is ever skipped."""
+from ..core import nested
+from ..hooks import Roles
+from ..hooks.roles import Leaves
 
+if TYPE_CHECKING:
+    from .run import CachedRun, TeaCacheState
 
-class Verdict(NamedTuple):
-    """What to do with a step, and why. `ask` leaves it to the signal."""
-
-    action: Mode
-    reason: str
+Forward = Callable[[Any, Any], Any]
+"""The model's own forward, of arguments and keyword arguments."""
 
 
-@dataclass
-class CachedRun:
-    """What belongs to all branches of one run."""
+@dataclass(frozen=True)
+class Step:
+    """A step of a run."""
 
-    clock: Clock
-    branches: dict[Hashable, TeaCacheState] = field(default_factory=dict)
-    records: dict[str, list[StepRecord]] = field(default_factory=dict)
-    control: ErrorControl = field(default_factory=ErrorControl)
-    path: Path = field(default_factory=Path)
-    verdict: Verdict | None = None
-    """What the first branch of the running step has decided for those called after it."""
-    is_over: bool = False
+    index: int
+    """From 0."""
+    place: float = 0.0
+    """Its position by noise level where that is known, else its index."""
+    length: float = 1.0
+    """How far it goes, likewise."""
+    total: int | None = None
+    """Number of the scheduler's steps, if known."""
+    run_length: int | None = None
+    """Number of steps that the run takes: fewer than `total` if it starts half-way."""
 
-    def note(self, branch: str, record: StepRecord) -> None:
-        """Keep the record of a call."""
-        self.records.setdefault(branch, []).append(record)
+    @property
+    def first(self) -> int:
+        """The index of the run's first step."""
+        return 0 if self.total is None or self.run_length is None else max(0, self.total - self.run_length)
 
-    def end(self) -> None:
-        """Keep the records alone."""
-        vars(self).update(vars(CachedRun(Clock(), records=self.records, is_over=True)))
+    @functools.cached_property
+    def is_last(self) -> bool:
+        """Whether this is known to be the last step."""
+        return self.total is not None and self.index >= self.total - 1
 
 
-class Call(NamedTuple):
+class Call:
     """One call of the denoiser."""
 
-    forward: Forward
-    inputs: Inputs
     branch: str
     run: CachedRun
     state: TeaCacheState
     step: Step
     is_again: bool
     """Its branch was already called in this step."""
+    has_gap: bool
+    """Its branch missed the step before."""
     generation: int
     """That of the model."""
 
+    def __init__(self, forward: Forward, args: Any, kwargs: Any, leaves: Leaves, roles: Roles) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.samples: list[torch.Tensor] = []
+        """The sample, or its parts."""
+        self.lists_samples = False
+        """Whether the samples are in a list: each is an image then."""
+        self.time: torch.Tensor | float | None = None
+        """As given. Of several numbers the largest counts: frames that are given are at time 0."""
+        self.conditioning: dict[str, Any] = {}
+        """What must stay the same, by path."""
+        self.residuals: list[torch.Tensor] = []
+        """Tensors that may change, and are neither sample nor time."""
+        self.tensors = [leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
+        self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
+        self.forward, self._leaves, self._learned = forward, leaves, roles
+        self._roles = roles.of_each(leaves)
+        for path, role in self._roles.items():
+            leaf = leaves[path]
+            is_tensor = isinstance(leaf, torch.Tensor)
+            if role == "time":
+                if isinstance(leaf, (np.generic, np.ndarray)) and leaf.size == 1:
+                    leaf = leaf.item()
+                if self.time is None and isinstance(leaf, (torch.Tensor, int, float)):
+                    self.time = leaf
+            elif is_tensor and role == "sample":
+                self.samples.append(leaf)
+                self.lists_samples = path.rpartition(".")[2].isdigit()
+            elif is_tensor and role == "residual" and nested.is_comparable(leaf):
+                self.residuals.append(leaf)
+            else:
+                self.conditioning[path] = leaf
+
     def compute(self) -> Any:
         """What the model itself returns."""
-        return self.forward(self.inputs.args, self.inputs.kwargs)
+        return self.forward(self.args, self.kwargs)
+
+    @functools.cached_property
+    def signature(self) -> Hashable:
+        """Equal for two calls that do the same with their blocks."""
+        kind = self.device.type
+        casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        form = [
+            (path, (leaf.shape, leaf.dtype, leaf.device))
+            if type(leaf) is torch.Tensor and not leaf.is_nested
+            else (path, leaf if leaf is None else nested.signature(leaf))
+            for path, leaf in self._leaves.items()
+            if self._roles[path] != "time"
+        ]
+        return torch.get_autocast_dtype(kind) if casts else None, *form
+
+    def copied(self) -> Call:
+        """The same with tensors and containers that nobody else writes into."""
+        copies = {id(tensor): tensor.clone() for tensor in self.tensors}
+        args, kwargs = nested.map_tensors(
+            lambda one: copies[id(one)] if id(one) in copies else one.clone(), (self.args, self.kwargs)
+        )
+        leaves = {path: copies.get(id(leaf), leaf) for path, leaf in self._leaves.items()}
+        return Call(self.forward, args, kwargs, leaves, self._learned)
+
+    def at_another_step(self, output: Any, with_time: bool = True) -> tuple[Any, Any]:
+        """Arguments with another sample, and at another time. Where no argument is known to be the sample, it is what
+        has the form of the output, or else everything but the time."""
+        shapes = {nested.shape(tensor) for tensor in nested.tensors(output)}
+        alike = [tensor for tensor in self.tensors if nested.shape(tensor) in shapes]
+        samples = set(map(id, [*self.residuals, *(self.samples or alike or self.conditioning.values())]))
+
+        def other(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor is self.time:
+                return _later(tensor) if with_time else tensor
+            is_moved = id(tensor) in samples and tensor.is_floating_point()
+            return tensor + torch.ones_like(tensor).cumsum(-1) if is_moved else tensor
+
+        args, kwargs = nested.map_tensors(other, (self.args, self.kwargs))
+        return args, kwargs
+
+    def side_effect(self, before: list[torch.Tensor], output: Any) -> str | None:
+        """What the forward did that a skipped one would not do, if anything. `before`: copies of its tensors."""
+        known = set(map(id, self.tensors))
+        is_filled = not known.issuperset(map(id, nested.tensors((self.args, self.kwargs))))
+        if is_filled or not all(map(_has_same_numbers, self.tensors, before)):
+            return "it writes into its inputs"
+        return None if nested.is_transparent(output) else "its output holds objects that cannot be inspected"
 
 
-class Steps:
-    """Takes the steps of one denoiser."""
+def _has_same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same numbers, NaN included, where that can be seen."""
+    if not nested.is_comparable(one):
+        return True
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
-    def __init__(self, model: CachedModel, agree: Agree | None, max_change: float) -> None:
-        """`max_change`: of inputs other than sample, time and conditioning, relative; above it a step is computed."""
-        self.model, self.agree, self._max_change = model, agree, max_change
 
-    def take(self, call: Call) -> tuple[StepRecord, Any]:
-        """Compute a step, or skip it with what is known from earlier steps."""
-        raise NotImplementedError
-
-    def _obstacle(self, call: Call, is_asked: bool = False) -> str | None:
-        """Why this step of this branch cannot be skipped, if it cannot. What is no longer of use is forgotten. Other
-        inputs of a step that is left to its signal are measured with that."""
-        if call.is_again:
-            return AGAIN
-        why = call.state.obstacle(call.inputs, call.generation)
-        others = [] if why is not None or is_asked else call.state.changes(call.inputs)
-        if others and max(measure(others[0], others[1:], self.agree, within_branch=True)) >= self._max_change:
-            call.state.reset()
-            why = CHANGED_INPUT
-        return why or self.model.problem(call.inputs)
+def _later(time: torch.Tensor) -> torch.Tensor:
+    """A very different time, whether times go from 0 to 1 or to 1000, which a model that counts in integers takes."""
+    if time.is_floating_point():
+        half = torch.where(time.abs() > 1.5, 500.0, 0.5)  # In the other half, in case a model rounds it coarsely.
+        return torch.where(time > half, 0.3 * time, 1.4 * half + 0.3 * time).to(time.dtype)
+    return torch.where(time < 2, 1 - time, time // 8)

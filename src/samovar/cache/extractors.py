@@ -19,10 +19,10 @@ from ..core.errors import SettingError
 from ..trace.forward import Tensors, added
 from ..trace.skip_pass import tolerance
 from ..trace.twin import TrialFailed, trial, twin_of
-from .blocks import BlockModel, Instruction, Outcome, SkippableModel
-from .inputs import Inputs
-from .model import About, Forward
+from .call import Call
 from .signal import Signal
+from .steps import About
+from .threshold import Instruction, Outcome, ThresholdSteps
 
 
 @dataclass
@@ -76,19 +76,12 @@ def takes_blocks(extractor: Extractor | None) -> bool:
         return False
 
 
-def skippable(module: torch.nn.Module, extractor: Extractor | None, hook_name: str) -> SkippableModel:
-    """The model as its extractor, or else its structure, says."""
-    if extractor is None or takes_blocks(extractor):
-        return BlockModel(module, hook_name, extractor)  # type: ignore[arg-type]
-    return ExtractorModel(module, extractor)
+class ExtractorSteps(ThresholdSteps):
+    """Takes the steps of a model whose forward its author took apart. For each form of inputs, the extractor's result
+    is first compared with the model's own output."""
 
-
-class ExtractorModel(SkippableModel):
-    """A model whose forward its author took apart. For each form of inputs, the extractor's result is first compared
-    with the model's own output."""
-
-    def __init__(self, model: torch.nn.Module, extractor: Callable[..., Any]) -> None:
-        super().__init__(model)
+    def __init__(self, model: torch.nn.Module, extractor: Callable[..., Any], *settings: Any) -> None:
+        super().__init__(model, tuple, *settings)
         self._extractor = extractor
         self._name = str(getattr(extractor, "__name__", "its extractor"))
         self._checked: set[Hashable] = set()
@@ -96,10 +89,10 @@ class ExtractorModel(SkippableModel):
     def about(self) -> About:
         return About(f"the modulated input from {self._name}", next(iter(self._refused.values()), None))
 
-    def _run(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
-        if inputs.signature not in self._checked:
-            return self._first(inputs, wanted, forward)
-        context = self._extractor(self._model, *inputs.args, **inputs.kwargs)
+    def _run(self, call: Call, wanted: Instruction) -> Outcome:
+        if call.signature not in self._checked:
+            return self._first(call, wanted)
+        context = self._extractor(self._model, *call.args, **call.kwargs)
         signal = Signal(context.modulated_input) if wanted.decide is not None else None
         if wanted.mode == "skip" or (wanted.decide is not None and signal is not None and wanted.decide(signal)):
             assert wanted.residuals is not None
@@ -107,10 +100,10 @@ class ExtractorModel(SkippableModel):
             return Outcome(context.postprocess(hidden_states), False, None, signal)
         return Outcome(*_run_blocks(context), signal)
 
-    def _first(self, inputs: Inputs, wanted: Instruction, forward: Forward) -> Outcome:
+    def _first(self, call: Call, wanted: Instruction) -> Outcome:
         """Compute a step with the model itself, and compare the extractor's result on the model's twin."""
-        before = inputs.copied()
-        output = forward(inputs.args, inputs.kwargs)
+        before = call.copied()
+        output = call.compute()
         try:
             with trial((before.args, before.kwargs)):
                 context = self._extractor(twin_of(self._model), *before.args, **before.kwargs)
@@ -118,12 +111,12 @@ class ExtractorModel(SkippableModel):
                 found, _, residuals = _run_blocks(context)
                 difference = nested.difference(found, output)
         except TrialFailed as error:
-            self._refuse(inputs.signature, f"{self._name} cannot be tried ({error})")
-            return Outcome(output, computed=True)
+            self._refuse(call, f"{self._name} cannot be tried ({error})")
+            return Outcome(output)
         if not difference <= tolerance(output):
-            self._refuse(inputs.signature, f"{self._name} differs from the model itself by {difference:.1e}")
-            return Outcome(output, computed=True)
-        self._checked.add(inputs.signature)
+            self._refuse(call, f"{self._name} differs from the model itself by {difference:.1e}")
+            return Outcome(output)
+        self._checked.add(call.signature)
         return Outcome(output, True, residuals, signal if wanted.decide is not None else None)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,19 +18,17 @@ from ..arch.modules import unwrapped
 from ..core.errors import ModelError, SettingError
 from ..core.settings import count, read_as
 from ..hooks import BranchHook, CallContext, Handle, HookOrder, HookRegistry, ModelHook, StateManager, current_run
-from ..hooks.roles import parameter_names
+from ..hooks.intercept import call_bare
 from .auto import AutoSteps, asked_tolerance
-from .call import CachedRun, Call, Steps
-from .clock import Clock
+from .blocks import BlockSteps
+from .call import Call
 from .config import AutoConfig, CacheConfig, TeaCacheConfig
-from .extractors import Extractor, extractor_for, skippable
-from .history import TeaCacheState
-from .inputs import Inputs
-from .model import About
+from .extractors import Extractor, ExtractorSteps, extractor_for, takes_blocks
+from .run import CachedRun, TeaCacheState
 from .signal import Agree, coefficients_for, rescaling
 from .stats import BranchStats, CacheStats, StepRecord
-from .threshold import BlockSteps
-from .whole import ScheduledSteps, WholeModel
+from .steps import About, Steps
+from .whole import ScheduledSteps
 
 HOOK_NAME = "teacache"
 BRANCH_HOOK_NAME = "branches"
@@ -61,7 +60,6 @@ class TeaCacheHook(ModelHook, Handle):
         self._agree = agree
         self._steps: Steps | None = None
         self._model_name = ""
-        self._names: tuple[str, ...] = ()
         self._judged_by = ""
         self._announced: int | None = None
         self._runs: OrderedDict[Hashable, CachedRun] = OrderedDict()
@@ -86,7 +84,7 @@ class TeaCacheHook(ModelHook, Handle):
             put(BRANCH_HOOK_NAME, self.branches)
 
     def initialize_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        self._model_name, self._names = type(module).__name__, parameter_names(module)
+        self._model_name = type(module).__name__
         self._steps = self._prepare(module)
         return module
 
@@ -94,9 +92,9 @@ class TeaCacheHook(ModelHook, Handle):
         """Find out how the steps of a model are taken."""
         config = self.config
         if isinstance(config, AutoConfig):
-            return AutoSteps(config, WholeModel(module), self._agree, lambda: self.branches.samples())
+            return AutoSteps(config, module, self._agree, lambda: self.branches.samples())
         if config.forecast_of == "output":
-            return ScheduledSteps(config, WholeModel(module), self._agree)
+            return ScheduledSteps(config, module, self._agree)
         known = coefficients_for(config.transformer_type or self._model_name, config.coefficients)
         self.rescale_func = rescaling(known)
         self.extractor_fn = extractor_for(module, config.transformer_type)
@@ -104,14 +102,16 @@ class TeaCacheHook(ModelHook, Handle):
         if known is None and config.schedule is None:
             text = "No TeaCache coefficients are known for %s; changes of its signal are used without rescaling."
             _logger.info(text, self._model_name)
-        model = skippable(module, self.extractor_fn, HOOK_NAME)
-        return BlockSteps(config, model, self.rescale_func, self._agree)
+        settings = config, self.rescale_func, self._agree
+        if self.extractor_fn is None or takes_blocks(self.extractor_fn):
+            return BlockSteps(module, HOOK_NAME, self.extractor_fn, *settings)  # type: ignore[arg-type]
+        return ExtractorSteps(module, self.extractor_fn, *settings)
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         self.reset_state(module)
         if self._steps is not None:
-            self._about = self._steps.model.about()
-            self._steps.model.detach()
+            self._about = self._steps.about()
+            self._steps.detach()
             self._steps = None
         return module
 
@@ -144,52 +144,46 @@ class TeaCacheHook(ModelHook, Handle):
         for run in runs:
             run.end()
         if self._steps is not None and all(run.is_over for run in list(self._runs.values())):
-            self._steps.model.forget()
+            self._steps.forget()
 
     # ------------------------------------------------------------------------------------------ a step
 
     def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.is_paused:
+        steps, context = self._steps, self.state_manager.context
+        if steps is None or self.is_paused:
             return self.call_original(module, *args, **kwargs)
-        context = self.state_manager.context
         if context.branch is None:  # Nothing may be reused.
-            self._run_of(context.request).note(UNKNOWN, _UNKNOWN_STEP)
+            self._run_of(context.request).records.setdefault(UNKNOWN, []).append(_UNKNOWN_STEP)
             return self.call_original(module, *args, **kwargs)
-        _refuse_training(module)
-        inputs = Inputs(args, kwargs, self._names, self.branches.roles)
-        if self._steps is None or inputs.device.type == "meta":  # Shapes without values decide nothing.
-            return self.call_original(module, *args, **kwargs)
-        call = self._begin(module, inputs, context, context.branch, self._steps.model.generation())
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs.tensors):
+        has_gradients = torch.is_grad_enabled()
+        if has_gradients and module.training:
+            _refuse_training(module)
+        branches = self.branches
+        call = Call(partial(call_bare, module), args, kwargs, branches.leaves(args, kwargs), branches.roles)
+        if call.device.type == "meta":  # Shapes without values decide nothing.
+            return call.compute()
+        call.branch, call.generation = context.branch, steps.generation.check()
+        self._begin(call, context)
+        if has_gradients and any(tensor.requires_grad for tensor in call.tensors):
             call.state.reset()  # A skipped step has no gradients of its blocks.
             record, output = StepRecord(call.step.index, True, "gradients are recorded"), call.compute()
         else:
-            record, output = self._steps.take(call)
-        call.run.note(call.branch, record)
+            record, output = steps.take(call)
+        call.run.records.setdefault(call.branch, []).append(record)
         return output
 
-    def _begin(
-        self, module: torch.nn.Module, inputs: Inputs, context: CallContext, branch: str, generation: int
-    ) -> Call:
+    def _begin(self, call: Call, context: CallContext) -> None:
         """Find the step that a call belongs to."""
-        own, run = self._run_of(context.request), current_run()
-        before = own.clock.step
-        tick = own.clock.advance(branch, run, inputs) if len(own.branches) <= _MAX_BRANCHES else None
-        if tick is None:  # Another run of the same request, or one whose branches are new at each step.
-            self.state_manager.drop(context.request)
-            own = self._new_run(context.request)
-            tick = own.clock.advance(branch, run, inputs)
-        assert tick is not None
-        if own.clock.step is not before:
-            own.verdict = None
-        state = own.branches[branch] = self.state_manager.state_of(context)
-        if tick.has_gap or tick.is_again:
+        request, run = context.request, current_run()
+        own = self._run_of(request)
+        if len(own.branches) > _MAX_BRANCHES or not own.advance(call, run):
+            # Another run of the same request, or one whose branches are new at each step.
+            self.state_manager.drop(request)
+            own = self._new_run(request)
+            own.advance(call, run)
+        state = call.state = own.branches[call.branch] = self.state_manager.state_of(context)
+        if call.has_gap or call.is_again:
             state.reset()
-
-        def forward(args: Any, kwargs: Any) -> Any:
-            return self.call_original(module, *args, **kwargs)
-
-        return Call(forward, inputs, branch, own, state, own.clock.step, tick.is_again, generation)
 
     def _run_of(self, request: Hashable) -> CachedRun:
         run = self._runs.get(request)
@@ -199,7 +193,7 @@ class TeaCacheHook(ModelHook, Handle):
         return run
 
     def _new_run(self, request: Hashable) -> CachedRun:
-        run = self._runs[request] = CachedRun(Clock(self._announced, waits=self.config.scheduled_steps is None))
+        run = self._runs[request] = CachedRun(self._announced, waits=self.config.scheduled_steps is None)
         self._runs.move_to_end(request)
         if len(self._runs) > _MAX_RUNS:  # Some pipelines never end their runs.
             self.state_manager.drop(self._runs.popitem(last=False)[0])
@@ -212,7 +206,7 @@ class TeaCacheHook(ModelHook, Handle):
         if request is None and self._runs:
             request = next(reversed(self._runs))
         records = self._runs[request].records if request in self._runs else {}
-        about = self._about if self._steps is None else self._steps.model.about()
+        about = self._about if self._steps is None else self._steps.about()
         config, asked = self.config, asked_tolerance()
         if isinstance(config, AutoConfig) and asked is not None:
             config = AutoConfig(tolerance=asked)
@@ -228,7 +222,7 @@ class TeaCacheHook(ModelHook, Handle):
 
 
 def _refuse_training(module: torch.nn.Module) -> None:
-    if module.training and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+    if any(parameter.requires_grad for parameter in module.parameters()):
         raise ModelError(
             f"{type(module).__name__} is being trained with a cache on: it is in training mode, and gradients are "
             "recorded. A skipped step has no gradients for its blocks. Detach the cache to train (attached.detach()), "

@@ -15,12 +15,19 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from .inputs import Pair, size
-
+Pair = Sequence[torch.Tensor] | torch.Tensor
+"""How much something changed, and how large it was, as sums."""
 _LARGEST = 1e30
 """Stands for an infinite change between ranks: sums of infinities would be NaN."""
 _HUGE = 1e20
 """The least that is left of it when it is averaged over ranks."""
+
+
+def size(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the absolute values of a tensor."""
+    narrow = tensor.float() if tensor.dtype == torch.float64 else tensor  # torch does not narrow on the way.
+    total: torch.Tensor = torch.linalg.vector_norm(narrow, 1, dtype=torch.float32)
+    return total
 
 
 class Coefficients(NamedTuple):

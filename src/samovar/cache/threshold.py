@@ -6,17 +6,20 @@ the last computed one. The first branch of a step decides for those called after
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
 
 from ..core.errors import SettingError
-from .blocks import Instruction, Outcome, SkippableModel
-from .call import AGAIN, NEVER, Call, Steps, Verdict
-from .clock import Step
+from ..trace.forward import Tensors
+from ..trace.skip_pass import Mode
+from .call import Call, Step
 from .config import Mask, TeaCacheConfig
-from .history import CHANGED_INPUT, CHANGED_WEIGHTS, NOTHING_STORED
+from .run import CHANGED_INPUT, CHANGED_WEIGHTS, NOTHING_STORED, Verdict
 from .signal import Agree, Signal, measure
 from .stats import StepRecord
+from .steps import AGAIN, NEVER, Steps
 
 _ALWAYS_SAID = (AGAIN, CHANGED_WEIGHTS)
 
@@ -62,16 +65,46 @@ def _is_planned(mask: Mask, step: Step) -> bool:
     return mask[step.index]
 
 
-class BlockSteps(Steps):
-    """Takes the steps of one denoiser whose blocks are skipped, by a signal or by a schedule."""
+class Instruction(NamedTuple):
+    """How to take a step."""
 
-    model: SkippableModel
+    mode: Mode
+    """`ask` leaves it to `decide`."""
+    residuals: Tensors | None = None
+    """What the blocks of a skipped step are expected to add."""
+    decide: Callable[[Signal], bool] | None = None
+    """Records the signal; returns True to skip. Without it, no signal is read."""
+
+
+class Outcome(NamedTuple):
+    """The result of a step."""
+
+    output: Any
+    computed: bool = True
+    residuals: Tensors | None = None
+    """What the blocks added, if the step was computed and that is known."""
+    signal: Signal | None = None
+    problem: str | None = None
+    """Why a step that should have been skipped was computed."""
+
+
+class ThresholdSteps(Steps):
+    """Takes the steps of one denoiser whose expensive part is skipped, by a signal or by a schedule."""
 
     def __init__(
-        self, config: TeaCacheConfig, model: SkippableModel, rescale: Callable[[float], float], agree: Agree | None
+        self,
+        model: torch.nn.Module,
+        watched: Callable[[], Iterable[torch.nn.Module]],
+        config: TeaCacheConfig,
+        rescale: Callable[[float], float],
+        agree: Agree | None,
     ) -> None:
-        super().__init__(model, agree, config.rel_l1_thresh)
+        super().__init__(model, agree, config.rel_l1_thresh, watched)
         self._config, self._rescale = config, rescale
+
+    def _run(self, call: Call, wanted: Instruction) -> Outcome:
+        """Take a step as it is wanted."""
+        raise NotImplementedError
 
     def take(self, call: Call) -> tuple[StepRecord, Any]:
         step, state, decided = call.step, call.state, call.run.verdict
@@ -83,16 +116,16 @@ class BlockSteps(Steps):
         is_asked = verdict.action == "ask"
         obstacle = self._obstacle(call, is_asked) or (NOTHING_STORED if is_asked and state.signal is None else None)
         if obstacle is not None and is_asked and self.agree is not None:
-            measure(None, (), self.agree, call.inputs.device)  # Other ranks ask, and wait for this one.
+            measure(None, (), self.agree, call.device)  # Other ranks ask, and wait for this one.
         if obstacle is not None and (verdict.action != "compute" or obstacle in _ALWAYS_SAID):
             verdict = Verdict("compute", obstacle)
-        record, outcome = self._run(call, verdict)
+        record, outcome = self._taken(call, verdict)
         if decided is None:
             call.run.verdict = Verdict("compute" if record.computed else "skip", record.reason)
         self._store(call, record, outcome)
         return record, outcome.output
 
-    def _run(self, call: Call, verdict: Verdict) -> tuple[StepRecord, Outcome]:
+    def _taken(self, call: Call, verdict: Verdict) -> tuple[StepRecord, Outcome]:
         record = StepRecord(call.step.index, verdict.action != "skip", verdict.reason)
 
         def decide(signal: Signal) -> bool:
@@ -104,7 +137,10 @@ class BlockSteps(Steps):
         # On another rank a branch that follows here may lead: it needs its signal of the step before.
         may_lead = call.run.verdict is None or (self.agree is not None and verdict.action == "compute")
         reads = decide if self._config.schedule is None and may_lead else None
-        outcome = self.model.run(call.inputs, Instruction(verdict.action, call.state.residuals, reads), call.forward)
+        if call.signature in self._refused:
+            outcome = Outcome(call.compute())
+        else:
+            outcome = self._run(call, Instruction(verdict.action, call.state.residuals, reads))
         if outcome.computed and not record.computed:
             record = record._replace(computed=True, reason=outcome.problem or "the blocks cannot be skipped")
         return record, outcome
@@ -114,7 +150,7 @@ class BlockSteps(Steps):
         state, threshold = call.state, self._config.rel_l1_thresh
         assert state.signal is not None
         pair = state.signal.change(signal)
-        measured = measure(pair, state.changes(call.inputs), self.agree, signal.value.device)
+        measured = measure(pair, state.changes(call), self.agree, signal.value.device)
         if pair is None:
             state.reset()
             return record._replace(reason=CHANGED_WEIGHTS)
@@ -133,8 +169,8 @@ class BlockSteps(Steps):
         if not outcome.computed:
             state.note_skipped(outcome.signal, record.accumulated or 0.0)
             if outcome.signal is not None:  # Changes of other inputs add up like the signal's.
-                state.watch(call.inputs)
+                state.watch(call)
             return
-        state.note_computed(call.inputs, call.generation, outcome.signal)
+        state.note_computed(call, outcome.signal)
         is_of_use = not (call.step.is_last or call.is_again or outcome.problem is not None)
         state.residuals = outcome.residuals if is_of_use else None

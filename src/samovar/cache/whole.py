@@ -17,14 +17,13 @@ from ..arch import find_anatomy
 from ..core import nested
 from ..core.errors import ModelError
 from ..core.interop import COMPILED_CALL, FORWARD_WRAPPERS
-from .call import NEVER, Call, Steps
+from .call import Call
 from .config import TeaCacheConfig
 from .error_control import polynomial
-from .history import Output
-from .inputs import Inputs
-from .model import CachedModel, keep_latest, side_effect
+from .run import Output
 from .signal import Agree
 from .stats import StepRecord
+from .steps import NEVER, Steps, keep_latest
 from .threshold import judge
 
 NOT_STORED = "a step that its forecast needs is not stored"
@@ -38,31 +37,87 @@ Marked = list[tuple[str, Any, int | None]]
 """Values by path, each with what changes if it is written in place."""
 
 
-class WholeModel(CachedModel):
-    """A model whose forward is left out as a whole."""
+class Plan(NamedTuple):
+    """What is done with a step."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        stacks = find_anatomy(model).stacks
-        firsts = [stack.modules(model)[0] for stack in stacks] or [model]
-        super().__init__(model, lambda: (part for first in firsts for part in first.modules()))
+    reason: str
+    is_skipped: bool = False
+    weights: Mapping[int, float] = {}
+    """Of computed outputs, by step, in what the sampler is given; of a computed step, none gives its own output."""
+    drift: float | None = None
+    error: float | None = None
+    """For the record."""
+
+
+class WholeSteps(Steps):
+    """Takes steps whose whole outputs are forecast."""
+
+    def __init__(self, model: torch.nn.Module, agree: Agree | None, max_change: float) -> None:
+        firsts = [stack.modules(model)[0] for stack in find_anatomy(model).stacks] or [model]
+        super().__init__(model, agree, max_change, lambda: (part for first in firsts for part in first.modules()))
         self._checks: dict[Hashable, int] = {}
         """By generation and form of inputs: how many computed steps have shown nothing."""
 
-    def compute(self, call: Call) -> tuple[Any, Any]:
+    def take(self, call: Call) -> tuple[StepRecord, Any]:
+        plan, state, index = self._plan(call), call.state, call.step.index
+        reason = plan.reason
+        if reason in NEVER:
+            return StepRecord(index, True, reason), call.compute()
+        output = state.combined(plan.weights) if plan.is_skipped else None
+        is_computed = output is None
+        if is_computed:
+            output = self._compute(call)
+            corrected = None if plan.is_skipped else state.combined(plan.weights)
+            output = output if corrected is None else corrected
+            reason = NOT_STORED if plan.is_skipped else reason
+            if call.step.is_last:
+                state.reset()
+        elif call.residuals:
+            state.watch(call)
+        return StepRecord(index, is_computed, reason, plan.drift, plan.error), output
+
+    def _plan(self, call: Call) -> Plan:
+        """What is done with a step; nothing if its reason is that no step of the run is skipped."""
+        raise NotImplementedError
+
+    def _needed(self, call: Call) -> Collection[int]:
+        """The steps whose outputs are still needed beside this one's."""
+        raise NotImplementedError
+
+    def _compute(self, call: Call) -> Any:
+        """The output of a computed step, of which a copy is stored beside those that are needed."""
+        state, step = call.state, call.step
+        output, copy = self._observed(call)
+        found = Output(step.place, copy)
+        if call.is_again or not found.numbers:
+            state.reset()
+        else:
+            known = next(iter(state.outputs.values()), None)
+            if known is not None and known.form != found.form:
+                state.reset()
+            stored = {index: state.outputs[index] for index in self._needed(call) if index in state.outputs}
+            state.outputs = {**stored, step.index: found}
+        state.note_computed(call)
+        return output
+
+    # ------------------------------------------------------------------------------------------ side effects
+
+    def _observed(self, call: Call) -> tuple[Any, Any]:
         """The output, and a copy of it if it can stand for others. The first step of each form shows whether the model
         writes into its inputs, the second whether it keeps anything: in the first, it may fill what it needs only
         once."""
-        inputs, key = call.inputs, (call.generation, call.inputs.signature)
-        if self.problem(inputs) is not None:
+        if call.signature in self._refused:
             return call.compute(), None
+        key = call.generation, call.signature
         done = self._checks.get(key, 0)
-        copies = [tensor.clone() for tensor in inputs.tensors] if done < 2 else []
-        before = self._look(inputs, done)
-        output = call.compute()
-        after = self._look(inputs, done)
-        problem = next((name for name in before if not _are_same(before[name], after[name])), None)
         if done < 2:
-            problem = side_effect(inputs, copies, output) or problem
+            copies, before = [tensor.clone() for tensor in call.tensors], self._marks(done)
+        versions = [None if tensor.is_inference() else tensor._version for tensor in call.tensors]
+        output = call.compute()
+        after = [None if tensor.is_inference() else tensor._version for tensor in call.tensors]
+        problem = None if versions == after else _WRITES
+        if done < 2:
+            problem = call.side_effect(copies, output) or problem or _changed(before, self._marks(done))
             keep_latest(self._checks, key, done + 1)
         try:
             copied = None if problem else nested.map_tensors(lambda tensor: tensor.detach().clone(), output)
@@ -71,14 +126,12 @@ class WholeModel(CachedModel):
         if problem is None:
             return output, copied
         if done < 2:
-            self._refuse(inputs.signature, problem)
+            self._refuse(call, problem)
         return output, None
 
-    def _look(self, inputs: Inputs, done: int) -> dict[str, Marked]:
-        """What a forward may write into, by what is wrong if it does."""
-        seen = {_WRITES: _marked(enumerate(inputs.tensors))}
-        if done < 2:
-            seen[f"{_KEEPS}buffers"] = _marked(self._model.named_buffers())
+    def _marks(self, done: int) -> dict[str, Marked]:
+        """What a forward may keep something in, by what is wrong if it does."""
+        seen = {f"{_KEEPS}buffers": _marked(self._model.named_buffers())}
         if done == 1:
             seen[f"{_KEEPS}attributes"] = [
                 part
@@ -95,103 +148,44 @@ def _held(module: torch.nn.Module) -> Iterable[tuple[str, Any]]:
 
 
 def _marked(values: Iterable[tuple[Any, Any]]) -> Marked:
-    def mark(value: Any) -> int | None:
+    marked: Marked = []
+    for path, value in values:
+        mark = None
         if isinstance(value, torch.Tensor):
-            return nested.version(value)
-        return len(value) if isinstance(value, (set, deque)) else None
-
-    return [(str(path), value, mark(value)) for path, value in values]
-
-
-def _are_same(before: Marked, after: Marked) -> bool:
-    """Whether nothing has changed. Some models make the same table at each call."""
-    return len(before) == len(after) and all(
-        path == other and mark == new_mark and (value is now or nested.equal(value, now))
-        for (path, value, mark), (other, now, new_mark) in zip(before, after, strict=True)
-    )
+            mark = None if value.is_inference() else value._version
+        elif isinstance(value, (set, deque)):
+            mark = len(value)
+        marked.append((str(path), value, mark))
+    return marked
 
 
-class Plan(NamedTuple):
-    """What is done with a step."""
-
-    reason: str
-    is_skipped: bool = False
-    weights: Mapping[int, float] = {}
-    """Of computed outputs, by step, in what the sampler is given; of a computed step, none gives its own output."""
-
-
-class WholeSteps(Steps):
-    """Takes steps whose whole outputs are forecast."""
-
-    model: WholeModel
-
-    def take(self, call: Call) -> tuple[StepRecord, Any]:
-        never = self._never(call)
-        if never is not None:
-            return StepRecord(call.step.index, True, never), call.compute()
-        obstacle = self._obstacle(call)
-        plan, state = self._plan(call, obstacle), call.state
-        if plan.is_skipped and obstacle is None:
-            output = state.combined(plan.weights)
-            if output is not None:
-                state.note_skipped()
-                state.watch(call.inputs)
-                return self._record(call, False, plan.reason), output
-            obstacle = NOT_STORED
-        output = self._compute(call)
-        corrected = None if plan.is_skipped else state.combined(plan.weights)
-        if call.step.is_last:
-            state.reset()
-        reason = obstacle if plan.is_skipped and obstacle is not None else plan.reason
-        return self._record(call, True, reason), output if corrected is None else corrected
-
-    def _never(self, call: Call) -> str | None:
-        """Why no step of a run is skipped, if none is."""
-        raise NotImplementedError
-
-    def _plan(self, call: Call, obstacle: str | None) -> Plan:
-        """What is done with a step. `obstacle`: why this branch cannot skip it, if it cannot."""
-        raise NotImplementedError
-
-    def _needed(self, call: Call) -> Collection[int]:
-        """The steps whose outputs are still needed beside this one's."""
-        raise NotImplementedError
-
-    def _record(self, call: Call, is_computed: bool, reason: str) -> StepRecord:
-        return StepRecord(call.step.index, is_computed, reason)
-
-    def _compute(self, call: Call) -> Any:
-        """The output of a computed step, which is stored beside those that are needed."""
-        state, step = call.state, call.step
-        output, copy = self.model.compute(call)
-        found = Output(step.place, copy)
-        if call.is_again or not found.numbers:
-            state.reset()
-        else:
-            known = next(iter(state.outputs.values()), None)
-            if known is not None and nested.signature(known.value) != nested.signature(copy):
-                state.reset()
-            stored = {index: state.outputs[index] for index in self._needed(call) if index in state.outputs}
-            state.outputs = {**stored, step.index: found}
-        state.note_computed(call.inputs, call.generation)
-        return output
+def _changed(before: dict[str, Marked], after: dict[str, Marked]) -> str | None:
+    """What is wrong, if anything has changed. Some models make the same table at each call."""
+    for problem, values in before.items():
+        is_same = len(values) == len(after[problem]) and all(
+            path == other and mark == new_mark and (value is now or nested.equal(value, now))
+            for (path, value, mark), (other, now, new_mark) in zip(values, after[problem], strict=True)
+        )
+        if not is_same:
+            return problem
+    return None
 
 
 class ScheduledSteps(WholeSteps):
     """Takes the steps of a saved schedule of outputs."""
 
-    def __init__(self, config: TeaCacheConfig, model: WholeModel, agree: Agree | None) -> None:
+    def __init__(self, config: TeaCacheConfig, model: torch.nn.Module, agree: Agree | None) -> None:
         super().__init__(model, agree, config.rel_l1_thresh)
         self._config = config
 
-    def _never(self, call: Call) -> str | None:
-        reason = judge(self._config, call.step, 0, call.branch).reason
-        return reason if reason in NEVER else None
-
-    def _plan(self, call: Call, obstacle: str | None) -> Plan:
+    def _plan(self, call: Call) -> Plan:
         verdict = judge(self._config, call.step, 0, call.branch)
-        is_skipped = verdict.action == "skip"
-        return Plan(verdict.reason, is_skipped, self._weights(call) if is_skipped and obstacle is None else {})
+        if verdict.reason in NEVER:
+            return Plan(verdict.reason)
+        obstacle = self._obstacle(call)
+        if verdict.action != "skip":
+            return Plan(verdict.reason)
+        return Plan(verdict.reason, True, self._weights(call)) if obstacle is None else Plan(obstacle)
 
     def _weights(self, call: Call) -> Mapping[int, float]:
         if self._config.forecast == "fitted":

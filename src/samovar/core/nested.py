@@ -95,7 +95,9 @@ def is_transparent(value: Any) -> bool:
 def equal(one: Any, other: Any) -> bool:
     """Whether two values are the same, bit for bit. NaN equals nothing; an opaque object equals itself alone."""
     ones, others = list(leaves(one)), list(leaves(other))
-    return len(ones) == len(others) and all(p == q and _same(a, b) for (p, a), (q, b) in zip(ones, others, strict=True))
+    return len(ones) == len(others) and all(
+        p == q and same_leaf(a, b) for (p, a), (q, b) in zip(ones, others, strict=True)
+    )
 
 
 def difference(one: Any, other: Any) -> float:
@@ -132,12 +134,15 @@ def version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_leaf(one: Any, other: Any) -> bool:
+    """Whether two leaves are equal; what holds anything else equals itself alone."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.is_nested or other.is_nested:
             return one is other
         return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
-    return one is other or (type(one) is type(other) and (_is_empty(one) or (isinstance(one, ATOMS) and one == other)))
+    return one is other or (
+        type(one) is type(other) and (one == other if isinstance(one, ATOMS) else _is_empty(one) and not other)
+    )
 
 
 def _is_empty(value: Any) -> bool:

@@ -3,8 +3,8 @@
 from .branches import BranchHook
 from .context import BaseState, CallContext, StateManager, call_context, current_context
 from .handle import Handle
+from .intercept import is_watched, watched
 from .pipelines import hook_pipeline
-from .recording import Recorder, is_watched, watched
 from .registry import NOT_BYPASSED, HookOrder, HookRegistry, ModelHook, install_hook
 from .roles import Role, Roles, role_by_name
 from .runs import PipelineHook, Position, Run, current_run, pipeline_hooks, running
@@ -20,7 +20,6 @@ __all__ = [
     "ModelHook",
     "PipelineHook",
     "Position",
-    "Recorder",
     "Role",
     "Roles",
     "Run",

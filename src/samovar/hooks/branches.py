@@ -12,23 +12,22 @@ import logging
 import textwrap
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from contextvars import Token
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 
 from ..core import nested
-from .context import CallContext, current_context, running_context
+from .context import CallContext, running_context
 from .registry import HookOrder, ModelHook
-from .roles import Leaves, Roles, leaves_of, parameter_names
+from .roles import Leaves, Roles, Snapshot, leaves_of, moved, parameter_names
 from .runs import current_step
-from .snapshot import Snapshot
 
 _logger = logging.getLogger(__name__)
 MAX_UNRECOGNISED = 4
 """Steps in a row that may look like new requests before a warning is logged."""
-_MISSING = Snapshot(None)
 
 
 class _Branch:
@@ -46,21 +45,18 @@ class _Branch:
         """Where the last call was in time, if that is all there is to know the branch by."""
         self._direction = 0
         """Which way time runs: 1 or -1, and 0 if that is not known yet."""
-        self._values: dict[str, Snapshot] = {}
-
-    def moved(self, leaves: Leaves, paths: Iterable[str], *, looks: bool = True) -> set[str]:
-        """Those that are not as they were at the last call."""
-        values = self._values
-        return {path for path in paths if not values.get(path, _MISSING).is_same(leaves.get(path), looks=looks)}
+        self.values: dict[str, Snapshot] = {}
+        """Those of the last call."""
 
     def difference(self, roles: Roles, leaves: Leaves, *, looks: bool) -> set[str]:
         """Why a call is not the next one of this branch: other conditioning or, at the same time, another sample."""
-        other = self.moved(leaves, roles.paths({**self._values, **leaves}, "conditioning"), looks=looks)
+        values = self.values
+        other = moved(values, leaves, roles.paths({**values, **leaves}, "conditioning"), looks=looks)
         step, times = current_step(), roles.candidates(leaves, "time")
         is_later = None not in (step, self._step) and step != self._step  # Some samplers stay at one time.
-        if other or is_later or not roles.are_seen(times) or self.moved(leaves, times, looks=looks):
+        if other or is_later or not roles.are_seen(times) or moved(values, leaves, times, looks=looks):
             return other
-        return self.moved(leaves, roles.candidates(leaves, "sample"))
+        return moved(values, leaves, roles.candidates(leaves, "sample"))
 
     def turn(self, place: float) -> int:
         """Which way time has run since the last call."""
@@ -72,32 +68,28 @@ class _Branch:
 
     def go_on(self, roles: Roles, leaves: Leaves, place: float | None) -> None:
         """Learn from a call in comparison with the last one, and remember it. Of a sample only the identity is kept,
-        once roles are learned; of a branch with a name nothing."""
-        is_learned, before = roles.are_learned(leaves), self._values
+        once roles are learned."""
+        is_learned, before = roles.are_learned(leaves), self.values
         if before and not is_learned:
-            roles.learn_step(leaves, self.moved(leaves, leaves))
+            roles.learn_step(leaves, moved(before, leaves, leaves))
         if place is not None:
             self._direction, self._place = self.turn(place) or self._direction, place
-        self._step, self._values = None if self.is_named else current_step(), {}
-        for path, value in () if is_learned and self.is_named else leaves.items():
+        self._step, self.values = current_step(), {}
+        for path, value in leaves.items():
             known = before.get(path)
             if known is None or not known.is_same(value, looks=False):
                 known = Snapshot(value, hold=not is_learned or roles.of(path) in ("conditioning", "time"))
-            self._values[path] = known
+            self.values[path] = known
 
 
 class _OpenCall(NamedTuple):
     """A call that has not returned yet."""
 
     token: Token[CallContext]
+    arguments: list[Any]
     leaves: Leaves
-
-
-class _Open(threading.local):
-    """Those of a thread, the innermost last."""
-
-    def __init__(self) -> None:
-        self.calls: list[_OpenCall] = []
+    is_learned: bool
+    """The role of each leaf was known before it."""
 
 
 class BranchHook(ModelHook):
@@ -118,7 +110,8 @@ class BranchHook(ModelHook):
         self._branches: OrderedDict[CallContext, _Branch] = OrderedDict()
         """The one that was called last at the end."""
         self._count = self._num_unknown = 0
-        self._open = _Open()
+        self._open = threading.local()
+        """The calls of a thread, the innermost last."""
         self._lock = threading.RLock()
         self._trouble: str | None = None
 
@@ -127,27 +120,42 @@ class BranchHook(ModelHook):
         return module
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        context, leaves = current_context(), leaves_of(self._parameters, args, kwargs)
+        context, leaves = running_context.get(), leaves_of(self._parameters, args, kwargs)
         with self._lock:
-            branch = self._branch_of(context, leaves)
-        inner = context._replace(branch=None if branch is None else branch.name)
-        self._open.calls.append(_OpenCall(running_context.set(inner), leaves))
+            is_learned = self.roles.are_learned(leaves)
+            if context.branch is not None and is_learned:  # Nothing of it need be remembered.
+                self._branches.pop(context, None)
+                self._num_unknown = 0
+            else:
+                branch = self._branch_of(context, leaves)
+                context = context._replace(branch=None if branch is None else branch.name)
+        token, given = running_context.set(context), [*args, *kwargs, *kwargs.values()]
+        vars(self._open).setdefault("calls", []).append(_OpenCall(token, given, leaves, is_learned))
         return args, kwargs
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
         call = self._open.calls.pop()
         running_context.reset(call.token)
-        if not self.roles.are_learned(call.leaves):
+        if not (call.is_learned or self.roles.are_learned(call.leaves)):
             self.roles.note_output(output)
         return output
 
     def failed_forward(self, module: torch.nn.Module, error: BaseException) -> None:
         running_context.reset(self._open.calls.pop().token)
 
+    def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Leaves:
+        """The leaves of the running call with these arguments, which hooks inside this one may have replaced."""
+        given = [*args, *kwargs, *kwargs.values()]
+        calls: list[_OpenCall] = getattr(self._open, "calls", [])
+        for call in calls[-1:]:
+            if len(given) == len(call.arguments) and all(map(is_, given, call.arguments)):
+                return call.leaves
+        return leaves_of(self._parameters, args, kwargs)
+
     def samples(self) -> list[torch.Tensor]:
         """The samples of the running call, before they are split over ranks."""
-        leaves = self._open.calls[-1].leaves.items() if self._open.calls else ()
-        return [leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor) and self.roles.of(path) == "sample"]
+        leaves = self._open.calls[-1].leaves
+        return [leaves[path] for path in self.roles.paths(leaves, "sample") if isinstance(leaves[path], torch.Tensor)]
 
     def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
         self._branches.clear()
@@ -187,12 +195,12 @@ class BranchHook(ModelHook):
         new = _Branch(f"{'conditioning' if can_tell else 'request'} {self._count + 1}")
         if differences:
             nearest = min(differences, key=lambda branch: len(differences[branch]))
-            moved = nearest.moved(leaves, leaves)
-            if self.roles.learn_missing(leaves, moved):
+            now_other = moved(nearest.values, leaves, leaves)
+            if self.roles.learn_missing(leaves, now_other):
                 for branch in differences:  # What set them apart is no conditioning.
                     del self._branches[context._replace(branch=branch.name)]
                 return self._branch_of(context, leaves)
-            if self.roles.is_later(leaves, moved):
+            if self.roles.is_later(leaves, now_other):
                 new.num_strange = nearest.num_strange + 1
                 paths = textwrap.shorten(", ".join(sorted(differences[nearest])), 60)
                 self._note(new.num_strange, f"there are new values at each call ({paths})")

@@ -31,7 +31,6 @@ class CallContext(NamedTuple):
 _NO_CONTEXT = CallContext()
 running_context: ContextVar[CallContext] = ContextVar("samovar_call_context", default=_NO_CONTEXT)
 """The context of the running call; `call_context` is the safe way to set it."""
-_KEEP: Any = object()
 
 
 def current_context() -> CallContext:
@@ -40,10 +39,10 @@ def current_context() -> CallContext:
 
 
 @contextlib.contextmanager
-def call_context(*, request: Hashable = _KEEP, branch: str | None = _KEEP) -> Iterator[CallContext]:
+def call_context(*, request: Hashable = ..., branch: Any = ...) -> Iterator[CallContext]:
     """Run the block inside as part of a request, a branch, or both; what is not given stays."""
     given: dict[str, Any] = {"request": request, "branch": branch}
-    inner = current_context()._replace(**{name: value for name, value in given.items() if value is not _KEEP})
+    inner = current_context()._replace(**{name: value for name, value in given.items() if value is not ...})
     token = running_context.set(inner)
     try:
         yield inner
@@ -82,7 +81,7 @@ class StateManager(Generic[State]):
     @property
     def context(self) -> CallContext:
         """The key of the state that `get_state` returns now."""
-        context = current_context()
+        context = running_context.get()
         named: str | None = getattr(self._named, "branch", None)
         return context if named is None else context._replace(branch=named)
 

@@ -29,7 +29,6 @@ import torch
 from ..core.errors import HookConflictError, SettingError
 from ..core.interop import COMPILED_CALL, global_hooks
 from .context import call_context
-from .recording import is_watched
 
 if TYPE_CHECKING:
     from .registry import HookRegistry
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 else:
     _Module = object
 
+Function = Callable[..., Any]
 _ENTRY = "_samovar_hooks"
 _INSIDE = "_samovar_inside"
 
@@ -139,11 +139,13 @@ def call_bare(module: Any, args: Any, kwargs: Any) -> Any:
     registry = module.__dict__.get(_ENTRY)
     if registry is None:  # The last hook removed itself during the call.
         return module(*args, **kwargs)
-    return registry.enter(_call_recorded, args, kwargs)
+    if registry.arrive is not None:
+        return registry.enter(_call_recorded, args, kwargs)
+    return _call_recorded(module, args, kwargs)
 
 
 def _call_recorded(module: Any, args: Any, kwargs: Any) -> Any:
-    registry = attached_registry(module)
+    registry = module.__dict__.get(_ENTRY)
     if registry is None:
         return module(*args, **kwargs)
     recorder = registry.recorder
@@ -177,6 +179,35 @@ def _call_itself(module: Any, args: Any, kwargs: Any) -> Any:
             instance[_INSIDE] = was_inside
 
 
+# ------------------------------------------------------------------------------------------------ recorded forwards
+
+Recorder = Callable[[Callable[[Any], Any], Any], Any]
+"""Runs a module's forward, or replays what it did: returns what the function returns for what is given, which are
+tensors, numbers and strings in any containers. For inputs of one form it always does the same."""
+
+
+class _Watched(threading.local):
+    depth = 0
+
+
+_watched = _Watched()
+
+
+def is_watched() -> bool:
+    """Whether forwards on this thread must run."""
+    return _watched.depth > 0
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Inside, forwards on this thread run."""
+    _watched.depth += 1
+    try:
+        yield
+    finally:
+        _watched.depth -= 1
+
+
 # ------------------------------------------------------------------------------------------------ hooked classes
 
 _hooked_classes: dict[tuple[type, bool], type[torch.nn.Module]] = {}
@@ -189,7 +220,7 @@ def _hooked_class(cls: type[torch.nn.Module], has_cache_context: bool) -> type[t
     known = _hooked_classes.get((cls, has_cache_context))
     if known is None or vars(known)["forward"].__wrapped__ is not cls.forward:  # Its signature is shown.
         body: dict[str, Any] = {
-            "__class__": property(_get_class, _set_class),
+            "__class__": property(bare_class, _set_class),
             "forward": _intercepted_forward(cls),
             _INSIDE: True,
         }
@@ -221,17 +252,13 @@ def _equal_to_bare(metaclass: Any) -> Any:
     return type(metaclass.__name__, (metaclass,), {"__eq__": equal, "__hash__": hashed})
 
 
-def _get_class(self: torch.nn.Module) -> type:
-    return bare_class(self)
-
-
 def _set_class(self: torch.nn.Module, cls: type) -> None:
     """Others may swap the class too (torch's parametrisations, lazy modules); ours stays in front of theirs."""
     is_hooked = attached_registry(self) is not None
     set_class(self, _hooked_class(cls, hasattr(self, "cache_context")) if is_hooked else cls)
 
 
-def _intercepted_forward(bare: Any) -> Callable[..., Any]:
+def _intercepted_forward(bare: Any) -> Function:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_compiling():
             is_inside = self._samovar_inside
@@ -247,7 +274,7 @@ def _intercepted_forward(bare: Any) -> Callable[..., Any]:
     return functools.wraps(bare.forward)(forward)
 
 
-def _followed_cache_context(cls: Any) -> Callable[..., Any]:
+def _followed_cache_context(cls: Any) -> Function:
     """diffusers' `cache_context`, which names the branch of the calls inside it for us too."""
 
     @contextlib.contextmanager
@@ -278,7 +305,7 @@ def _bare_deepcopy(self: torch.nn.Module, memo: dict[int, Any]) -> Any:
 class _OutsideGraph:
     """Where a graph breaks to run hooks."""
 
-    call: Callable[..., Any]
+    call: Function
     runner: Callable[[torch.nn.Module], Any]
 
 
@@ -296,7 +323,7 @@ def _prepare_for_compilation() -> None:
         from torch._dynamo import trace_rules
 
         # These run outside of the graph of a model that is compiled as a whole.
-        of_hooks = ("hooks.runs", "hooks.branches", "hooks.roles", "hooks.snapshot")
+        of_hooks = ("hooks.runs", "hooks.branches", "hooks.roles")
         for room in ("core.nested", *of_hooks, "arch", "trace", "cache"):
             trace_rules.add(f"samovar.{room}")
 
@@ -305,14 +332,14 @@ def _call_outside_graph(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     return _outside_graph.runner(module)(module, call_bare, args, kwargs)
 
 
-def never_compiled(function: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:
+def never_compiled(function: Function, recursive: bool = True) -> Function:
     """The function outside of any graph and, if `recursive`, everything that it calls too."""
     disable: Any = torch.compiler.disable
-    disabled: Callable[..., Any] = disable(function, recursive=recursive)
+    disabled: Function = disable(function, recursive=recursive)
     return disabled
 
 
-def skip_frame(function: Callable[..., Any]) -> Callable[..., Any]:
+def skip_frame(function: Function) -> Function:
     """Make torch's compiler leave this function as it is; what it calls may be compiled."""
     from torch._dynamo.eval_frame import skip_code
 

@@ -18,8 +18,7 @@ import torch
 
 from ..core.errors import HookConflictError, SettingError
 from . import intercept
-from .intercept import never_compiled, skip_frame
-from .recording import Recorder
+from .intercept import Function, Recorder, never_compiled, skip_frame
 
 NOT_BYPASSED: Any = type("NotBypassed", (), {"__repr__": lambda self: "NOT_BYPASSED"})()
 """What `ModelHook.bypass` returns to let the call go on."""
@@ -95,24 +94,26 @@ def _overrides(hook: ModelHook, method: str) -> bool:
 class _Link(NamedTuple):
     """What a hook overrides of the methods around a call."""
 
-    pre_forward: Callable[..., Any] | None
-    post_forward: Callable[..., Any] | None
-    failed_forward: Callable[..., Any] | None
+    bypass: Function | None
+    new_forward: Function | None
+    pre_forward: Function | None
+    post_forward: Function | None
+    failed_forward: Function | None
 
 
 class _Chain(NamedTuple):
     """The sorted hooks, reduced to the methods that they override: the others cost nothing."""
 
-    bypasses: tuple[Callable[..., Any], ...] = ()
     links: tuple[_Link, ...] = ()
-    override: Callable[..., Any] | None = None
+    override: Function | None = None
 
-    def run(self, module: torch.nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        for bypass in self.bypasses:
-            output = bypass(module, *args, **kwargs)
-            if output is not NOT_BYPASSED:
-                return output
+    def run(self, module: torch.nn.Module, inner: Function, args: Any, kwargs: Any) -> Any:
         num_open, links, override = 0, self.links, self.override
+        for link in links:
+            if link.bypass is not None:
+                output = link.bypass(module, *args, **kwargs)
+                if output is not NOT_BYPASSED:
+                    return output
         try:
             for link in links:
                 if link.pre_forward is not None:
@@ -132,23 +133,19 @@ class _Chain(NamedTuple):
             raise
 
 
-def _chain_of(hooks: list[ModelHook], wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None) -> _Chain:
-    def part(hook: ModelHook, method: str) -> Callable[..., Any] | None:
+def _chain_of(hooks: list[ModelHook], wrap: Callable[[Function], Function] | None) -> _Chain:
+    def part(hook: ModelHook, method: str) -> Function | None:
         if not _overrides(hook, method):
             return None
-        found: Callable[..., Any] = getattr(hook, method)
+        found: Function = getattr(hook, method)
         # The graph may go on inside new_forward, where the module's own forward is called.
         return found if wrap is None else skip_frame(found) if method == "new_forward" else wrap(found)
 
-    links = (_Link(*(part(hook, method) for method in _Link._fields)) for hook in hooks)
-    bypasses, overrides = (
-        tuple(found for hook in hooks if (found := part(hook, method)) is not None)
-        for method in ("bypass", "new_forward")
-    )
-    return _Chain(bypasses, tuple(filter(any, links)), next(iter(overrides), None))
+    links = tuple(filter(any, (_Link(*(part(hook, method) for method in _Link._fields)) for hook in hooks)))
+    return _Chain(links, next((link.new_forward for link in links if link.new_forward is not None), None))
 
 
-Runner = Callable[[torch.nn.Module, Callable[..., Any], Any, Any], Any]
+Runner = Callable[[torch.nn.Module, Function, Any, Any], Any]
 
 
 class HookRegistry:
@@ -162,7 +159,8 @@ class HookRegistry:
         self._run_outside_graph: Runner | None = None
         self.recorder: Recorder | None = None
         """Replays the module's own forward, inside all hooks."""
-        self._arrive: Callable[..., Any] | None = None
+        self.arrive: Any = None
+        """That of the hook that overrides it."""
         self._inside = _Chain()
         """Below a hook that overrides `arrive`: the hooks inside the cache, which run once for calls that meet."""
 
@@ -171,13 +169,9 @@ class HookRegistry:
         """The registry of a module; the same one as long as it has hooks or is referenced."""
         if not isinstance(module, torch.nn.Module):
             raise SettingError(f"Hooks attach to a torch.nn.Module, not to {module!r} ({type(module).__name__}).")
-        attached = intercept.attached_registry(module)
+        attached = intercept.attached_registry(module) or _held_registries.get(id(module))
         if attached is None:
-            held = _held_registries.get(module)
-            attached = held() if held is not None else None
-        if attached is None:
-            attached = cls(module)
-            _held_registries[module] = weakref.ref(attached)
+            attached = _held_registries[id(module)] = cls(module)
         return attached
 
     check_if_exists_or_initialize = get_or_create
@@ -252,11 +246,7 @@ class HookRegistry:
     def update_sorted_hooks(self) -> None:
         """Sort again: by order class, then by name, with a hook that overrides `new_forward` last in its class."""
 
-        def key(item: tuple[str, ModelHook]) -> tuple[HookOrder, bool, str]:
-            name, hook = item
-            return hook.order, _overrides(hook, "new_forward"), name
-
-        ordered = sorted(self._hooks.items(), key=key)
+        ordered = sorted(self._hooks.items(), key=lambda it: (it[1].order, _overrides(it[1], "new_forward"), it[0]))
         self._hooks.clear()
         self._hooks.update(ordered)
         self.run = self._build_chain().run
@@ -266,12 +256,10 @@ class HookRegistry:
         else:
             intercept.uninstall(self._module, self)
 
-    def enter(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Go on with a call inside the cache: by the hook that overrides `arrive`, if there is one."""
+    def enter(self, inner: Function, args: Any, kwargs: Any) -> Any:
+        """Go on with a call inside the cache, by the hook that overrides `arrive`."""
         module, inside = self._module, self._inside
-        if self._arrive is None:
-            return inner(module, args, kwargs)
-        return self._arrive(module, lambda args, kwargs: inside.run(module, inner, args, kwargs), args, kwargs)
+        return self.arrive(module, lambda args, kwargs: inside.run(module, inner, args, kwargs), args, kwargs)
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module through its hooks."""
@@ -285,10 +273,10 @@ class HookRegistry:
             self._run_outside_graph = self._build_chain(never_compiled).run
         return self._run_outside_graph
 
-    def _build_chain(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None) -> _Chain:
+    def _build_chain(self, wrap: Callable[[Function], Function] | None = None) -> _Chain:
         hooks = list(self._hooks.values())
-        self._arrive = next((hook.arrive for hook in hooks if _overrides(hook, "arrive")), None)
-        within = [hook for hook in hooks if hook.order > HookOrder.CACHE and self._arrive is not None]
+        self.arrive = next((hook.arrive for hook in hooks if _overrides(hook, "arrive")), None)
+        within = [hook for hook in hooks if hook.order > HookOrder.CACHE and self.arrive is not None]
         self._inside = _chain_of(within, wrap)
         return _chain_of([hook for hook in hooks if hook not in within], wrap)
 
@@ -323,8 +311,8 @@ class HookRegistry:
         return f"HookRegistry({type(self._module).__name__}: {chain or 'no hooks'})"
 
 
-_held_registries: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[HookRegistry]] = weakref.WeakKeyDictionary()
-"""Registries without hooks, as long as they are referenced."""
+_held_registries: weakref.WeakValueDictionary[int, HookRegistry] = weakref.WeakValueDictionary()
+"""Registries by the identity of their module, which each keeps alive, as long as they are referenced."""
 
 
 def install_hook(undo: contextlib.ExitStack, module: torch.nn.Module, name: str, hook: ModelHook) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
@@ -18,6 +19,8 @@ from ..core import nested
 Role = Literal["sample", "time", "residual", "conditioning"]
 Leaves = Mapping[str, Any]
 """The tensors, numbers and other atoms of a call's arguments, by a dotted path that begins with the parameter."""
+_LEAVES, _CONTAINERS = (torch.Tensor, *nested.ATOMS), (dict, list, tuple)
+_CONSTANTS = (bool, int, str, type(None))
 
 _SAMPLE = (
     "hidden_states", "audio_hidden_states", "sample", "latent", "latents", "audio_latents", "local_latents", "x", "img",
@@ -54,22 +57,87 @@ def parameter_names(module: torch.nn.Module) -> tuple[str, ...]:
 
 def leaves_of(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a call, in the order of the parameters: the caller's order of keywords means nothing."""
-    place = {name: index for index, name in enumerate(parameters)}
-    keywords = sorted(kwargs, key=lambda name: (place.get(name, len(place)), name))
-    named = [*zip(_positional(parameters, len(args)), args, strict=False), *((name, kwargs[name]) for name in keywords)]
+    positional, keywords = _names(parameters, len(args), tuple(kwargs))
+    given = dict(zip(positional, args, strict=False))
+    for name in keywords:
+        given[name] = kwargs[name]
     found: dict[str, Any] = {}
-    for name, value in named:
-        is_leaf = isinstance(value, (torch.Tensor, *nested.ATOMS))
-        found.update([(name, value)] if is_leaf else nested.leaves(value, name))
+    for name, value in given.items():
+        if isinstance(value, _LEAVES) or (type(value) in _CONTAINERS and not value):
+            found[name] = value
+        else:
+            found.update(nested.leaves(value, name))
     return found
 
 
 @functools.cache
-def _positional(parameters: tuple[str, ...], count: int) -> tuple[str, ...]:
-    """The names of the first `count` positional arguments."""
+def _names(
+    parameters: tuple[str, ...], count: int, keywords: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the first `count` positional arguments, and those of the others in order."""
     plain = next((place for place, name in enumerate(parameters) if name.startswith("*")), len(parameters))
     rest = (f"{name[1:]}.{index}" for name in parameters[plain : plain + 1] for index in range(count - plain))
-    return (*parameters[:plain], *rest)[:count]
+    place = {name: index for index, name in enumerate(parameters)}
+    ordered = sorted(keywords, key=lambda name: (place.get(name, len(place)), name))
+    return (*parameters[:plain], *rest)[:count], tuple(ordered)
+
+
+# ------------------------------------------------------------------------------------------------ values as they were
+
+MAX_COMPARED = 4096
+"""Elements that are copied of a tensor whose changes torch does not count, which are those of inference mode."""
+
+
+class Snapshot:
+    """A value as it was. One that is not held is known as long as it lives."""
+
+    def __init__(self, value: Any, *, hold: bool = True) -> None:
+        self.held, self.version, self._some = value, None, None
+        if not isinstance(value, torch.Tensor):
+            self.held = nested.map_tensors(lambda tensor: tensor, value)  # A model may fill an empty container.
+            return
+        self.version = None if value.is_inference() else value._version
+        if not hold:
+            self.held = weakref.ref(value)
+        elif self.version is None and _is_comparable(value):
+            self._some = nested.spread(value, MAX_COMPARED).clone()
+
+    def is_same(self, value: Any, *, looks: bool = True) -> bool:
+        """Whether a value is this one. Unless it `looks` into tensors, which may wait for the device, it is the object
+        that counts."""
+        held = self.held() if isinstance(self.held, weakref.ref) else self.held
+        if not isinstance(value, torch.Tensor) or not isinstance(held, torch.Tensor):
+            return nested.same_leaf(held, value) or nested.equal(held, value)
+        is_kept = nested.version(held) == self.version
+        if held is value and (self._some is None or not looks):
+            return is_kept
+        if not (looks and is_kept and _is_comparable(value) and nested.signature(held) == nested.signature(value)):
+            return False
+        if self._some is None:
+            return torch.equal(held, value)
+        return torch.equal(self._some, nested.spread(value, MAX_COMPARED))
+
+
+def moved(known: Mapping[str, Snapshot], now: Leaves, paths: Iterable[str], *, looks: bool = True) -> set[str]:
+    """Those of these values that are not as they were; what was not there was None."""
+    found = set()
+    for path in paths:
+        before, value = known.get(path, _NONE), now.get(path)
+        # Almost all are the very same, which needs no call.
+        is_same = before.held is value and (
+            isinstance(value, _CONSTANTS) if before.version is None else before.version == value._version
+        )
+        if not is_same and not before.is_same(value, looks=looks):
+            found.add(path)
+    return found
+
+
+def _is_comparable(tensor: torch.Tensor) -> bool:
+    """Whether a look into a tensor has no side effects: that of a subclass may wait for other ranks."""
+    return nested.is_comparable(tensor) and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
+_NONE = Snapshot(None)
 
 
 # ------------------------------------------------------------------------------------------------ roles
@@ -99,7 +167,7 @@ class Roles:
 
     def are_learned(self, leaves: Leaves) -> bool:
         """Whether all roles have been seen."""
-        return all(value is None or path in self._learned for path, value in leaves.items())
+        return all(leaves[path] is None for path in leaves.keys() - self._learned.keys())
 
     def are_seen(self, paths: Iterable[str]) -> bool:
         """Whether the role of any of these has been seen."""

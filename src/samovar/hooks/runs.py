@@ -32,6 +32,10 @@ class Position(NamedTuple):
     """The noise at this step, if the scheduler says so."""
     next_sigma: float = 0.0
     """The noise that it leads to."""
+    length: int | None = None
+    """How many steps the run takes."""
+    loop: Any = None
+    """See `Run.loop`."""
 
 
 class PipelineHook:
@@ -71,7 +75,8 @@ class Run:
 
     def position(self) -> Position | None:
         """Where the run is, if its scheduler counts steps. This waits for a device once a loop."""
-        scheduler = getattr(self._pipeline(), "scheduler", None)
+        pipeline = self._pipeline()
+        scheduler = getattr(pipeline, "scheduler", None)
         timesteps, step = getattr(scheduler, "timesteps", None), scheduler_step(scheduler)
         if timesteps is None or step is None:
             return None
@@ -80,8 +85,10 @@ class Run:
             self._timesteps, self._sigmas = timesteps, []
             if isinstance(sigmas, torch.Tensor) and not sigmas.is_meta:
                 self._sigmas = sigmas.tolist()
-        sigma, then = (self._sigmas[at] if 0 <= at < len(self._sigmas) else None for at in (step, step + 1))
-        return Position(step, len(timesteps), sigma, then or 0.0)
+        sigma, then, *_ = (*self._sigmas[step : step + 2], None, None)
+        length = pipeline_steps(pipeline)
+        length = len(timesteps) if length is None else length
+        return Position(step, len(timesteps), sigma, then or 0.0, length, timesteps)
 
     def loop(self) -> Any:
         """The timesteps of the loop that is running: another object for each loop of a run."""

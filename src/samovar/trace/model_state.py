@@ -60,7 +60,7 @@ class ModelState:
         self._plain = list(map(weakref.ref, take_apart(tensors).plain)) if addresses else []
         reads: dict[str, Callable[[], Any]] = {
             "modules or weights were replaced": self._has_same_parts,
-            _MOVED: lambda: [list(map(form, self.plain())) for form in _FORMS],
+            _MOVED: lambda: [list(map(form, map(_call, self._plain))) for form in _FORMS],
             **_weight_reads(tensors, counts=not addresses),
             **_module_reads(modules, adapted),
             "torch's choice of kernels is another": kernel_settings if kernels else tuple,
@@ -147,7 +147,8 @@ class Generation:
 
     def check(self) -> int:
         """The number of the current state."""
-        if self._number not in self._states or not self._states[self._number].holds():
+        state = self._states.get(self._number)
+        if state is None or state.change() is not None:
             known = (number for number, state in self._states.items() if state.holds())
             self._number = next(known, 0) or self._add()
         return self._number

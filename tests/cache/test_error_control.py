@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from samovar.cache.clock import Step
-from samovar.cache.error_control import ErrorControl, Weights
-from samovar.cache.forecast_error import Path, worst_drifts
+from samovar.cache.call import Step
+from samovar.cache.error_control import ErrorControl, Path, Weights, worst_drifts
 
 IMAGES, SIZE = 3, 65536
 INDICES = [7, 5, 4, 2]
