@@ -44,7 +44,7 @@ BUDGETS = {
     "hooks": 10_450,
     "lab": 13_500,
     "media": 3_250,
-    "offload": 43_282,
+    "offload": 43_251,
     "omni": 2_200,
     "parallel": 18_200,
     "serve_ray": 975,
@@ -62,7 +62,7 @@ MORE_COMPLEX: dict[str, tuple[int, int]] = {
     "engine": (17, 10),
     "graphs": (20, 9),
     "lab": (12, 7),
-    "offload": (20, 8),
+    "offload": (19, 8),
     "parallel": (18, 9),
     "trace": (20, 8),
 }

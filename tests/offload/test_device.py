@@ -89,39 +89,6 @@ def test_a_block_fits_wherever_it_begins() -> None:
         assert {(name, piece) for name, piece, _ in log} == {(n, p) for n in pieces for p in range(len(pieces[n]))}
 
 
-def test_what_comes_next_is_sent_as_soon_as_there_is_room() -> None:
-    ring, (a, b, _c), log = ring_of([[4, 2], [4, 2], [4, 2]], 10)
-    ring.begin_pass()
-    assert ring.acquire(a) == [0, 4]
-    assert [entry[:2] for entry in log] == [("a", 0), ("a", 1)]
-    ring.release()
-    assert [entry[:2] for entry in log[2:]] == [("b", 0), ("b", 1), ("c", 0)]  # Of c only the part that fits.
-    ring.acquire(b)
-    ring.release()
-    assert [entry[:2] for entry in log[5:]] == [("c", 1), ("a", 0)]
-    assert counts(ring) == (2, 1, 0)
-
-
-def test_a_pass_ends_with_the_next_one_on_its_way_only_if_there_is_one() -> None:
-    for has_next_pass in (True, False):
-        ring, blocks, log = ring_of([[1], [1], [1]], 2, has_next_pass=has_next_pass)
-        call(ring, blocks)
-        assert len(log) == (5 if has_next_pass else 3)
-        assert ring.blocks == (blocks[:2] if has_next_pass else [])
-
-
-def test_a_skipped_pass_moves_nothing_and_the_next_one_goes_on() -> None:
-    ring, blocks, log = ring_of([[1], [1], [1]], 2)
-    call(ring, blocks)
-    before = list(log)
-    for _ in range(3):
-        call(ring, [])
-    assert log == before
-    call(ring, blocks)
-    assert len(log) == len(before) + 3
-    assert counts(ring)[1:] == (1, 0)
-
-
 def test_blocks_that_are_left_out_are_dropped_and_the_rest_is_used() -> None:
     ring, (a, b, c, d), _ = ring_of([[1], [1], [1], [1]], 3)
     call(ring, [a, b, c, d])
@@ -159,32 +126,6 @@ def test_a_block_that_was_not_known_is_loaded_and_learned() -> None:
     assert ring.order == [a, b]
     call(ring, [a, b, c])
     assert ring.order == [a, b, c]
-
-
-def test_a_ring_grows_for_a_block_that_has_grown() -> None:
-    class Counting(Timeline):
-        def allocate(self, num_bytes: int) -> None:
-            asked.append(num_bytes)
-
-    asked: list[int] = []
-    log: list[tuple[str, int, int]] = []
-    block = Block("a", [4], log)
-    ring = Ring(Counting(1.0), 4, [block], has_next_pass=lambda: False)
-    call(ring, [block])
-    block.pieces = [4, 6]
-    call(ring, [block])
-    assert asked == [16]
-    assert log[-1] == ("a", 1, 4)
-
-
-def test_what_was_sent_ahead_of_a_pass_is_sent_again_if_it_has_changed_since() -> None:
-    ring, blocks, log = ring_of([[1], [1], [1]], 2)
-    call(ring, blocks)
-    call(ring, blocks)
-    sent = len(log)
-    blocks[1].changes += 1  # It is on its way.
-    call(ring, blocks)
-    assert [name for name, _, _ in log[sent:]] == ["a", "b", "c", "a", "b"]
 
 
 def test_stats_are_one_line_and_name_only_what_there_was() -> None:

@@ -24,7 +24,6 @@ from samovar.offload.layout import (
     Span,
     check_movable,
     lay_out,
-    spans_of,
     tensors_of,
 )
 from samovar.offload.pinned import HostMemory
@@ -51,18 +50,6 @@ def test_small_spans_are_one_piece_and_large_ones_each_their_own() -> None:
         (3 * ALIGNMENT + MIN_PIECE + ALIGNMENT, 0, [8, ALIGNMENT + 56, 3 * ALIGNMENT + 63]),
         (MIN_PIECE + ALIGNMENT, 24, [24]),
     ]
-
-
-def test_what_overlaps_is_aligned_to_the_elements_of_all() -> None:
-    """Four bytes lie before a complex number of eight: a span that began with a line would split it."""
-    memory = torch.zeros(32)
-    memory = memory[-memory.data_ptr() // 4 % 16 :]
-    (span,) = spans_of([memory[1:9], memory[2:10].view(torch.complex64)])
-    assert span.needs_phase
-    assert lay_out([span], in_phase=False)[0].spans[0][1] % 8 == 4
-    odd = torch.frombuffer(bytearray(64), dtype=torch.uint8)[6:]
-    odd = torch.frombuffer(odd.numpy(), dtype=torch.float32, count=3, offset=-odd.data_ptr() % 4 + 2)
-    assert spans_of([odd])[0].phase == 0, "amid an element there is no phase"
 
 
 class Opaque(torch.Tensor):

@@ -124,7 +124,7 @@ class OffloadedComponent:
             for path, group in zip(("", *self.blocks), self._groups, strict=True):
                 key = plan.name, path
                 group.tier = tiers.tier(key)
-                group.is_coded = plan.is_coded and path in plan.streamed and key not in tiers.plain
+                group.is_coded = key in tiers.coded
                 group.prepare()
         streamed = [group for path, group in self.blocks.items() if path in plan.streamed]
         self._kept = [group for group in self._groups if group not in streamed]

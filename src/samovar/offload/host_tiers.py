@@ -92,8 +92,8 @@ class TierPlan:
     budget_bytes: int | None
     buffer_bytes: int
     """Bytes of each buffer that unpinned weights pass through; 0 if none is needed."""
-    plain: frozenset[Key] = frozenset()
-    """Groups for whose compressed copies there is no room: they are pinned as they are."""
+    coded: frozenset[Key] = frozenset()
+    """Groups that are pinned compressed. There may be no room for more, which are then pinned as they are."""
 
     def tier(self, key: Key) -> Tier:
         return self.tiers.get(key, "pinned")
@@ -185,9 +185,9 @@ def plan_tiers(groups: Sequence[WeightUse], host_memory: int | None, *, host_byt
     pinned = _pinned(groups) if fits else _pinned(groups, max(budget - buffers - anonymous, 0), pinnable - buffers)
     tiers: dict[Key, Tier] = {use.key: _unpinned(use) for use in groups} | dict.fromkeys(pinned, "pinned")
     used = [pinned.get(group.key, group) for group in groups]
-    plain = frozenset(use.key for use, group in zip(used, groups, strict=True) if use.coded_bytes < group.coded_bytes)
+    coded = frozenset(use.key for use in pinned.values() if use.coded_bytes)
     held = anonymous + buffers + sum(use.cost for use in pinned.values())
-    return TierPlan(tiers, _parts(used, tiers), held, host_memory, buffer, plain)
+    return TierPlan(tiers, _parts(used, tiers), held, host_memory, buffer, coded)
 
 
 def _unpinned(use: WeightUse) -> Tier:

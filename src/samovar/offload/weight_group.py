@@ -202,7 +202,6 @@ class WeightGroup:
 
     def _wires(self, pieces: Sequence[Piece], wrapped: Sequence[torch.Tensor]) -> list[Wire]:
         """Pieces as they are to cross the bus. Compressed copies are kept as long as they are of the same weights."""
-        is_coded = self.is_coded and self.tier == "pinned"
         known = {_place_of(wire.piece): wire for wire in self._held.wires if wire.form is not None}
 
         def coded(piece: Piece) -> Wire | None:
@@ -213,7 +212,7 @@ class WeightGroup:
                 return compressed(piece, self._stage)
 
         with self._host.adopting(), ThreadPoolExecutor(self._stage.num_coders()) as threads:
-            found = list(threads.map(coded, pieces)) if is_coded else [None] * len(pieces)
+            found = list(threads.map(coded, pieces)) if self.is_coded else [None] * len(pieces)
             both = enumerate(zip(found, pieces, strict=True))
             return [wire or self._wire(piece, () if index else wrapped) for index, (wire, piece) in both]
 
