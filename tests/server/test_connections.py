@@ -139,6 +139,25 @@ def test_who_is_served_has_no_deadline() -> None:
     asyncio.run(run())
 
 
+def test_a_body_in_chunks_of_a_byte_arrives_between_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing them takes long, so others come first: here after every reading."""
+    monkeypatch.setattr("samovar.server.connections._LONG_READ_S", 0.0)
+    monkeypatch.setattr("samovar.server.connections._REST", 1)
+    body = bytes(range(256)) * 20
+
+    async def run() -> None:
+        app = Seen()
+        async with listening(app) as connect:
+            reader, writer = await connect()
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            writer.write(b"".join(b"1\r\n%c\r\n" % each for each in body) + b"0\r\n\r\n")
+            await until(lambda: app.bodies == [body])
+            app.may_answer.set()
+            assert b"200 OK" in await reader.read(1000)
+
+    asyncio.run(run())
+
+
 def test_those_who_wait_make_room_and_those_who_are_served_do_not(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         app = Seen()

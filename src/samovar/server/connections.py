@@ -28,6 +28,9 @@ _KEPT_FILES = 160
 _LOG_S = 60.0
 _READ_BYTES = 2**12
 """What is read from a connection before all others have a turn: it may be hundreds of chunks of a byte."""
+_LONG_READ_S, _REST = 0.002, 40
+"""Time to compute of one reading, above which it has chunks of a few bytes, and how many times as long others come
+first."""
 _LEFT = (7, 8)
 """States of a TCP connection whose client has left: CLOSE, if it was reset, and CLOSE_WAIT."""
 
@@ -56,8 +59,15 @@ class Connection(H11Protocol):
             transport.max_size = _READ_BYTES
 
     def data_received(self, data: bytes) -> None:
-        self.heard_at = time.monotonic()
+        self.heard_at, begun = time.monotonic(), time.thread_time()
         super().data_received(data)
+        if (spent := time.thread_time() - begun) > _LONG_READ_S:
+            self.transport.pause_reading()
+            self.loop.call_later(_REST * spent, self._go_on)
+
+    def _go_on(self) -> None:
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
 
     def on_response_complete(self) -> None:
         self.waits_since = time.monotonic()
