@@ -60,10 +60,11 @@ def test_latents_of_an_unknown_kind_have_no_preview() -> None:
         decode_latents(pipe, latents[0][0], (16, 24))
     with pytest.raises(NoPreview, match="object has no VAE that makes images"):
         decode_latents(object(), latents[0], (16, 24))
-    with pytest.raises(NoPreview, match="24 tokens make no image of 24x24"):
+    with pytest.raises(NoPreview, match="tokens make no image of"):
         decode_latents(pipe, latents[0], (24, 24))
-    with pytest.raises(NoPreview, match="cannot be decoded half-way: the VAE needs 4 channels"):
-        decode_latents(run("sd3")[0], torch.zeros(1, 3, 4, 8, 8), (16, 24))
+    for shape in ((3, 4, 8, 8), (4, 4, 8, 8), (4, 8, 8, 4)):
+        with pytest.raises(NoPreview, match=r"may have its axes in another order|the VAE needs 4 channels"):
+            decode_latents(run("sd3")[0], torch.zeros(1, *shape), (16, 24))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_every_layout_is_shown_as_the_pipeline_decodes_it(
     with Omni(tmp_path, device="cpu", progress=False) as omni:
         wish = {"height": 32, "width": 48, "seed": 3, "num_inference_steps": 4, **recipe.call, **settings}
         if "ImageToVideo" in name:
-            wish |= {"height": None, "width": None, "image": Image.new("RGB", (48, 32), "red")}
+            wish |= {"height": None, "width": None, "image": Image.new("RGB", (32, 48), "red")}
         events = list(omni.generate("a cat", num_previews=3, stream=True, **wish))
     previews = [event.image for event in events if isinstance(event, Preview)]
     assert isinstance(events[-1], Done), events[-1]

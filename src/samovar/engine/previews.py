@@ -57,9 +57,16 @@ def _for_vae(pipeline: Any, latents: torch.Tensor, size: tuple[int, int]) -> tor
     channels: int = vae.config.get("latent_channels") or vae.config.z_dim
     if hasattr(vae, "bn") and getattr(pipeline, "patch_size", None) and not hasattr(pipeline, "_unpack_latents"):
         raise ValueError("the order of channels in its patches is unknown")
+    names = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
+    scale = next((value for name in names if (value := getattr(pipeline, name, None))), 8)
+    sides = size[0] // scale, size[1] // scale
     if latents.ndim == 3:
-        latents = _laid_out(pipeline, latents, math.isqrt(latents.shape[2] // channels), size)
+        if getattr(pipeline, "vae_temporal_compression_ratio", 1) > 1:  # Frame after frame.
+            latents = latents[:, : sides[0] * sides[1]]
+        latents = _laid_out(latents, math.isqrt(latents.shape[2] // channels), sides)
     elif latents.ndim == 5:
+        if latents.shape[2] == channels or (latents.shape[4] == channels and latents.shape[3:] != sides):
+            raise ValueError(f"{tuple(latents.shape)} may have its axes in another order")
         latents = latents[:, :, 0]
     if hasattr(vae, "bn"):
         if latents.shape[1] == channels:
@@ -82,15 +89,11 @@ def _scaled(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     return latents * deviation / scale + mean
 
 
-def _laid_out(pipeline: Any, tokens: torch.Tensor, side: int, size: tuple[int, int]) -> torch.Tensor:
+def _laid_out(tokens: torch.Tensor, side: int, sides: tuple[int, int]) -> torch.Tensor:
     """Tokens, each of a patch of `side` latents a side, in rows and columns."""
-    names = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
-    scale = next((value for name in names if (value := getattr(pipeline, name, None))), 8)
-    rows, columns = (pixels // (scale * side) for pixels in size)
-    if getattr(pipeline, "vae_temporal_compression_ratio", 1) > 1:  # Frame after frame.
-        tokens = tokens[:, : rows * columns]
+    rows, columns = (each // side for each in sides)
     if tokens.shape[1] != rows * columns:
-        raise ValueError(f"{tokens.shape[1]} tokens make no image of {size[1]}x{size[0]}")
+        raise ValueError(f"{tokens.shape[1]} tokens make no image of {sides[1]}x{sides[0]} latents")
     return tokens.transpose(1, 2).reshape(len(tokens), -1, rows, columns)
 
 
