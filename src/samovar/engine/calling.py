@@ -60,6 +60,18 @@ def set_random_state(state: Sequence[torch.Tensor]) -> None:
         torch.cuda.set_rng_state(state[1])
 
 
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute of an object is another. Afterwards it is its own again, or its class's."""
+    entries, own = vars(owner), {key: kept for key, kept in vars(owner).items() if key == name}
+    entries[name] = value
+    try:
+        yield
+    finally:
+        del entries[name]
+        entries.update(own)
+
+
 # ------------------------------------------------------------------------------------------------ failures
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ..core import nested
 from ..core.interop import OF_A_CALL, kernel_settings
 from ..core.tensor_parts import num_bytes_of
 from ..trace.model_state import Generation
-from .calling import random_state
+from .calling import random_state, replaced
 
 MAX_BYTES = 2**28
 _ENCODE = "encode_prompt"
@@ -34,14 +34,11 @@ class Embeddings:
         self._generation = functools.cache(lambda module: Generation(module, module.modules))
         self._stored: OrderedDict[Hashable, tuple[Any, list[torch.device]]] = OrderedDict()
 
-    @contextlib.contextmanager
-    def kept(self, pipeline: Any) -> Iterator[None]:
+    def kept(self, pipeline: Any) -> contextlib.AbstractContextManager[None]:
         """Inside, the pipeline finds what it has encoded before."""
         encode = getattr(pipeline, _ENCODE, None)
-        own = {_ENCODE: encode} if _ENCODE in vars(pipeline) else {}
         if encode is None:
-            yield
-            return
+            return contextlib.nullcontext()
 
         @functools.wraps(encode)
         def remembered(*args: Any, **kwargs: Any) -> Any:
@@ -57,12 +54,7 @@ class Embeddings:
                 self._store(key, output)
             return output
 
-        vars(pipeline)[_ENCODE] = remembered
-        try:
-            yield
-        finally:
-            del vars(pipeline)[_ENCODE]
-            vars(pipeline).update(own)
+        return replaced(pipeline, _ENCODE, remembered)
 
     def _key(self, pipeline: Any, given: Any) -> Hashable:
         """All that the embeddings depend on; None if something of it cannot be compared."""

@@ -23,6 +23,7 @@ from ..core.errors import ModelError, SettingError, nearest
 from ..core.files import INDEX, brief, first_line, heard, index_file, reading
 from ..core.interop import pipelines_by_task
 from ..offload.quantization_choice import EXACT
+from .calling import replaced
 from .outputs import output_fields
 from .planning import make_plan
 from .quantize import GGUF, Quantization, loading_arguments
@@ -85,14 +86,8 @@ def without_remote_code() -> Iterator[None]:
     """Set DIFFUSERS_DISABLE_REMOTE_CODE for now. diffusers reads the variable itself only once, on import."""
     from diffusers.utils import dynamic_modules_utils as switches
 
-    name = "DIFFUSERS_DISABLE_REMOTE_CODE"
-    with _LOADING:  # Otherwise one thread could restore another's value.
-        before = getattr(switches, name, False)
-        setattr(switches, name, True)
-        try:
-            yield
-        finally:
-            setattr(switches, name, before)
+    with _LOADING, replaced(switches, "DIFFUSERS_DISABLE_REMOTE_CODE", True):  # Else one could restore another's value.
+        yield
 
 
 def hush_quantisers() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from PIL.Image import Image
 from ..cache import CacheBackend, PipelineStats
 from ..core.errors import CancelledRequestError, NanLatentsError
 from ..hooks import Run
+from .calling import replaced
 from .events import Listener, Preview, Progress
 from .previews import NoPreview, decode_latents, predict_clean
 from .request import Request
@@ -28,9 +29,9 @@ class StepWatch:
         request: Request,
         index: int,
         listener: Listener,
-        cache: CacheBackend | None = None,
-        size: tuple[int | None, int | None] = (None, None),
-        agree: Callable[[bool], bool] = bool,
+        cache: CacheBackend | None,
+        size: tuple[int | None, int | None],
+        agree: Callable[[bool], bool],
     ) -> None:
         """`size`: that of a request which gives none. `agree` turns this rank's flag into the one of all ranks."""
         self.pipeline, self._request, self._index, self._listener = pipeline, request, index, listener
@@ -117,21 +118,13 @@ def preview_steps(num_previews: int, num_steps: int) -> set[int]:
     return {step for step in steps if 0 < step < num_steps}
 
 
-@contextlib.contextmanager
-def follow_steps(watch: StepWatch) -> Iterator[None]:
+def follow_steps(watch: StepWatch) -> contextlib.AbstractContextManager[None]:
     """Let a watch see each step of its pipeline's scheduler inside."""
     watch.check_cancelled()
     scheduler = getattr(watch.pipeline, "scheduler", None)
     if not hasattr(scheduler, "step"):
-        yield
-        return
-    before = {name: value for name, value in vars(scheduler).items() if name == "step"}
-    vars(scheduler)["step"] = _FollowedStep(scheduler, watch)
-    try:
-        yield
-    finally:
-        del vars(scheduler)["step"]
-        vars(scheduler).update(before)
+        return contextlib.nullcontext()
+    return replaced(scheduler, "step", _FollowedStep(scheduler, watch))
 
 
 class _FollowedStep:
