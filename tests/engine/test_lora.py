@@ -151,18 +151,16 @@ def test_weights_that_are_packed_into_one_dimension_take_them_too(lora: dict[str
         assert angle > 0.7, "it changes the image as it changes that of exact weights"
 
 
-def test_what_peft_has_saved_is_taken(tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(5)
-    other = tiny_flux_pipeline()
-    config = LoraConfig(r=2, lora_alpha=5, target_modules=["to_q", "proj_out"], init_lora_weights=False)
-    model = get_peft_model(other.transformer, config)
-    model.save_pretrained(tmp_path)
-    other.transformer = model.base_model.model
-    worker = worker_of(pipe=tiny_flux_pipeline(), lora={"a.b": tmp_path})
-    shutil.rmtree(tmp_path)
-    assert np.array_equal(made_by(worker, "a.b"), bare(other)), "a switch reads no file"
+def test_a_switch_reads_no_file_and_what_peft_has_saved_is_refused(
+    lora: dict[str, str], tmp_path: Path, expected: Mapping[str, Any]
+) -> None:
+    shutil.copytree(lora["pixel"], tmp_path / "pixel")
+    worker = worker_of(pipe=tiny_flux_pipeline(), lora={"a.b": tmp_path / "pixel"})
+    shutil.rmtree(tmp_path / "pixel")
+    assert np.array_equal(made_by(worker, "a.b"), expected["pixel"])
+    save_file({"x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match="is as peft saves adapters"):
+        worker_of(pipe=tiny_flux_pipeline(), lora={"a.b": tmp_path})
 
 
 def test_a_folder_must_say_which_file_and_the_hub_is_looked_up_in_its_cache(

@@ -16,21 +16,17 @@ from typing import Any
 
 from torch.nn import Linear, Module
 
-from ..arch import find_denoisers
 from ..core.adapters import adapter_layers, switch_adapters
 from ..core.errors import ModelError, SettingError
-from ..core.files import brief, heard, read_json, reading
+from ..core.files import brief, heard, reading
 from ..hooks import Handle
 from .models import HUB_NAME, downloading
 from .request import Adapter
 
 LoraSetting = Mapping[str, str | Path] | None
 _HUB_NAME = re.compile(rf"({HUB_NAME.pattern})(?:/(.+\.safetensors))?")
-_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
+_FILE, _PEFT_FILE = "pytorch_lora_weights.safetensors", "adapter_model.safetensors"
 """The names under which diffusers and peft save adapters."""
-_PEFT_CONFIG, _PEFT_PREFIX = "adapter_config.json", "base_model.model."
-_PEFT_SETTINGS = ("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora",
-                  "lora_bias", "bias", "exclude_modules")  # fmt: skip
 _IGNORED = re.compile(r"unexpected keys|missing keys|dora_scale", re.IGNORECASE)
 """What diffusers warns of when it leaves out a part of an adapter."""
 
@@ -64,9 +60,8 @@ def _find(name: str, source: Any) -> Path | None:
 
 def _file_in(folder: Path, name: str) -> Path:
     found = sorted(file.name for file in folder.glob("*.safetensors"))
-    for file in _FILES if len(found) != 1 else found:
-        if file in found:
-            return folder / file
+    if _FILE in found or len(found) == 1:
+        return folder / (_FILE if _FILE in found else found[0])
     problem = f"has {', '.join(map(repr, found[:5]))}" if found else "has no .safetensors file"
     raise SettingError(f"lora: {name!r}: the folder {str(folder)!r} {problem}. Name one file.", param="lora")
 
@@ -82,8 +77,7 @@ def fetch_adapter(name: str, source: str | Path) -> Path:
     with downloading(f"The adapter {name!r}, {str(source)!r},"):
         if match[2] is not None:
             return Path(hub.hf_hub_download(match[1], match[2]))
-        patterns = ["*.safetensors", _PEFT_CONFIG]
-        return _file_in(Path(hub.snapshot_download(match[1], allow_patterns=patterns)), name)
+        return _file_in(Path(hub.snapshot_download(match[1], allow_patterns=["*.safetensors"])), name)
 
 
 class Adapters(Handle):
@@ -160,17 +154,13 @@ def _nothing_left_out(what: str) -> Iterator[None]:
 
 
 def _load_file(pipeline: Any, file: Path, inner: str) -> None:
-    """Load an adapter as diffusers does; what peft has saved goes to the denoiser."""
-    config = file.parent / _PEFT_CONFIG
+    """Load an adapter as diffusers does."""
     where: dict[str, Any] = {"weight_name": file.name, "use_safetensors": True, "local_files_only": True}
-    if file.name == _FILES[1] and config.is_file():
-        from safetensors.torch import load_file
-
-        settings = {name: value for name, value in read_json(config).items() if name in _PEFT_SETTINGS}
-        weights = {name.removeprefix(_PEFT_PREFIX): tensor for name, tensor in load_file(file).items()}
-        denoiser: Any = next(iter(find_denoisers(pipeline).values()))
-        denoiser.load_lora_adapter(weights, prefix=None, adapter_name=inner, metadata=settings)
-    elif _is_packed_flux(pipeline):
+    if file.name == _PEFT_FILE:
+        raise ModelError(
+            f"{file} is as peft saves adapters. Save it as diffusers does: pipe.save_lora_weights(FOLDER)."
+        )
+    if _is_packed_flux(pipeline):
         _load_into_packed_flux(pipeline, file.parent, inner, where)
     else:
         pipeline.load_lora_weights(file.parent, adapter_name=inner, **where)
