@@ -87,7 +87,8 @@ def _described(name: str, thing: Any) -> str:
     """A function, or a class with its public methods: signature and docstring."""
     parts, members = [f"### {name}", _signature(name, thing), _paragraphs(thing)], []
     if inspect.isclass(thing):
-        for member, value in vars(thing).items():
+        private = [vars(base) for base in thing.__mro__ if base.__name__.startswith("_")]
+        for member, value in {name: each for held in (*private, vars(thing)) for name, each in held.items()}.items():
             function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
             text = _paragraphs(value.fget if isinstance(value, property) else function)
             if member.startswith("_") or not text or not (isinstance(value, property) or inspect.isfunction(function)):

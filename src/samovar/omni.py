@@ -46,10 +46,24 @@ Prompt = str | Mapping[str, Any]
 class _Model(ABC):
     """What is known of a model that has been loaded."""
 
-    @property
     @abstractmethod
+    def _open(self) -> ImageWorker | Supervisor:
+        """What has loaded it."""
+
+    @property
     def facts(self) -> PipelineFacts:
         """What the model takes and makes."""
+        return self._open().facts
+
+    @property
+    def load_seconds(self) -> float:
+        """Time that loading the weights took."""
+        return self._open().load_seconds
+
+    def explain(self) -> Explanation:
+        """How weights are quantised, what is attached where, and why; of several workers, how many there are. Print it,
+        or take `to_dict()`."""
+        return self._open().explain()
 
     @property
     def defaults(self) -> OmniDiffusionSamplingParams:
@@ -104,20 +118,6 @@ class Omni(_Model):
             raise SettingError(f"model={model!r}; expected a name, a folder or a loaded pipeline.", param="model")
         name = None if pipeline is not None else model
         self._worker: ImageWorker | None = start_worker(_read(name, od_config, config, settings), pipeline)
-
-    @property
-    def facts(self) -> PipelineFacts:
-        """What the model takes and makes."""
-        return self._open().facts
-
-    @property
-    def load_seconds(self) -> float:
-        """Time that loading the weights took."""
-        return self._open().load_seconds
-
-    def explain(self) -> Explanation:
-        """How weights are quantised, what is attached where, and why. Print it, or take `to_dict()`."""
-        return self._open().explain()
 
     @overload
     def generate(
@@ -255,19 +255,8 @@ class AsyncOmni(_Model):
             self._supervisor.abandon()
             raise
 
-    @property
-    def facts(self) -> PipelineFacts:
-        """What the model takes and makes."""
-        return self._supervisor.facts
-
-    @property
-    def load_seconds(self) -> float:
-        """Time that loading the weights took."""
-        return self._supervisor.loaded.load_seconds
-
-    def explain(self) -> Explanation:
-        """How weights are quantised, what is attached where, and why, in a worker; and how many there are."""
-        return self._supervisor.explain()
+    def _open(self) -> Supervisor:
+        return self._supervisor
 
     def submit(self, prompt: Prompt | Request, params: OmniDiffusionSamplingParams | None = None, **how: Any) -> Job:
         """Queue a request: a prompt, its parameters, and what else a `Request` has, such as `image`, or `inputs` by

@@ -31,7 +31,7 @@ class MultirankWorker:
         self._supervisor = supervisor = Supervisor(config)
         supervisor.start()
         self.close = weakref.finalize(self, supervisor.close)
-        self.facts, self.load_seconds = supervisor.facts, supervisor.loaded.load_seconds
+        self.facts, self.load_seconds = supervisor.facts, supervisor.load_seconds
 
     def explain(self) -> Explanation:
         """What was attached when they were started."""

@@ -96,6 +96,10 @@ class Supervisor:
     def facts(self) -> PipelineFacts:
         return self.loaded.facts
 
+    @property
+    def load_seconds(self) -> float:
+        return self.loaded.load_seconds
+
     def submit(self, request: Request, deliver: Callable[[Event], None] | None = None) -> Job:
         """Put a request into the queue; see `Job` for how to follow it."""
         request = self.facts.check(request)  # Before the lock: this may decode an image, which takes time.
