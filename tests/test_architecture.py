@@ -39,7 +39,7 @@ BUDGETS = {
     "cli": 7_981,
     "compose": 8_250,
     "core": 10_100,
-    "engine": 33_700,
+    "engine": 33_727,
     "graphs": 5_550,
     "hooks": 10_450,
     "lab": 13_500,

@@ -65,9 +65,7 @@ def _for_vae(pipeline: Any, latents: torch.Tensor, size: tuple[int, int]) -> tor
             latents = latents[:, : sides[0] * sides[1]]
         latents = _laid_out(latents, math.isqrt(latents.shape[2] // channels), sides)
     elif latents.ndim == 5:
-        if latents.shape[2] == channels or (latents.shape[4] == channels and latents.shape[3:] != sides):
-            raise ValueError(f"{tuple(latents.shape)} may have its axes in another order")
-        latents = latents[:, :, 0]
+        latents = _first_frame(latents, channels, sides)
     if hasattr(vae, "bn"):
         if latents.shape[1] == channels:
             latents = torch.nn.functional.pixel_unshuffle(latents, 2)
@@ -95,6 +93,13 @@ def _laid_out(tokens: torch.Tensor, side: int, sides: tuple[int, int]) -> torch.
     if tokens.shape[1] != rows * columns:
         raise ValueError(f"{tokens.shape[1]} tokens make no image of {sides[1]}x{sides[0]} latents")
     return tokens.transpose(1, 2).reshape(len(tokens), -1, rows, columns)
+
+
+def _first_frame(latents: torch.Tensor, channels: int, sides: tuple[int, int]) -> torch.Tensor:
+    """Of a video whose frames come after its channels."""
+    if latents.shape[2] == channels or (latents.shape[4] == channels and latents.shape[3:] != sides):
+        raise ValueError(f"{tuple(latents.shape)} may have its axes in another order")
+    return latents[:, :, 0]
 
 
 def _unpatched(patches: torch.Tensor, channels: int) -> torch.Tensor:
