@@ -38,15 +38,15 @@ class Seen:
 
     def __init__(self, tensors: Sequence[torch.Tensor], wrappers: Sequence[torch.Tensor] = ()) -> None:
         """`wrappers`: where torch counts changes of what has no memory of its own."""
-        self._tensors, self._wrappers = tensors, wrappers
+        self._counted = [*tensors, *wrappers]
         memories = [flat_bytes(span) for span in spans_of(tensors)]
         self._looked_at = [
             [memory[:: max(memory.numel() // count, 1) | 1].numpy() for memory in memories] for count in (_FEW, _MORE)
         ]
-        self._versions = versions_of([*tensors, *wrappers])
+        self._versions = versions_of(self._counted)
         self._bytes = [[part.tobytes() for part in parts] for parts in self._looked_at]
 
     def is_same(self, *, thorough: bool = False) -> bool:
         """Whether nobody has changed them, as far as this shows."""
         now = [part.tobytes() for part in self._looked_at[thorough]]
-        return versions_of([*self._tensors, *self._wrappers]) == self._versions and now == self._bytes[thorough]
+        return versions_of(self._counted) == self._versions and now == self._bytes[thorough]

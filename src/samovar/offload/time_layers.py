@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -99,25 +100,23 @@ def choose_layers(component: Component, paths: Iterable[str]) -> tuple[dict[str,
     model = unwrapped(component.module)
     parts, blocks = named_parts(model), tuple(f"{block}." for block in component.blocks)
     compiled = {id(unwrapped(part)) for part in component.module.modules() if is_compiled(part)}
-    found: dict[str, torch.nn.Module] = {}
-    left: dict[str, int] = {}
-    for path in dict.fromkeys(paths):
+
+    def reason(path: str) -> str:
+        """Why a layer is not computed ahead; nothing if it is."""
         layer = parts[path]
         above = [parts[path[:end]] for end in range(len(path)) if path[end] == "."]
-        least = MIN_IN_BLOCKS if path.startswith(blocks) else MIN_OUTSIDE
         if any(id(part) in compiled for part in (layer, *above, model)):
-            reason = "compiled"
-        elif not is_free(layer):
-            reason = "hooked by others"
-        elif any(id(tensor) in component.skip for tensor in held_by(layer)):
-            reason = "shared"
-        elif tensor_bytes([layer]) < least:
-            reason = "small"
-        else:
-            found[path] = layer
-            continue
-        left[reason] = left.get(reason, 0) + 1
-    return found, ", ".join(f"{count} {reason}" for reason, count in left.items())
+            return "compiled"
+        if not is_free(layer):
+            return "hooked by others"
+        if any(id(tensor) in component.skip for tensor in held_by(layer)):
+            return "shared"
+        return "small" if tensor_bytes([layer]) < (MIN_IN_BLOCKS if path.startswith(blocks) else MIN_OUTSIDE) else ""
+
+    reasons = {path: reason(path) for path in paths}
+    left = Counter(filter(None, reasons.values()))
+    found = {path: parts[path] for path, why in reasons.items() if not why}
+    return found, ", ".join(f"{count} {why}" for why, count in left.items())
 
 
 def is_free(layer: torch.nn.Module) -> bool:
