@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from samovar.cache.call import Step
-from samovar.cache.error_control import ErrorControl, Path, Weights, worst_drifts
+from samovar.cache.error_control import ErrorControl, Path, Step, Weights, worst_drifts
 
 IMAGES, SIZE = 3, 65536
 INDICES = [7, 5, 4, 2]

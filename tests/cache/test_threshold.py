@@ -12,7 +12,7 @@ import torch
 
 from pipelines import PIPELINES
 from samovar.cache import TeaCacheConfig, apply_teacache_hook
-from samovar.cache.call import Step
+from samovar.cache.error_control import Step
 from samovar.cache.run import Verdict
 from samovar.cache.signal import Coefficients, Measured, Signal, known_coefficients, measure, rescaling
 from samovar.cache.threshold import judge

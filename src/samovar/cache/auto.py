@@ -13,10 +13,9 @@ from contextvars import ContextVar
 import torch
 
 from ..core.settings import read_tolerance
-from .call import Call
 from .config import AutoConfig
 from .error_control import MIN_COMPUTED, USUAL_STEPS, ErrorControl, rows_of
-from .run import NOTHING_STORED, Verdict
+from .run import NOTHING_STORED, Call, Verdict
 from .signal import Agree, measure
 from .stats import WITHIN
 from .steps import AGAIN
@@ -73,14 +72,14 @@ class AutoSteps(WholeSteps):
             return Plan("min_steps")
         obstacle = self._obstacle(call)
         if obstacle == AGAIN:
-            return Plan(AGAIN, False, {}, control.drift, control.error)
+            return Plan(AGAIN)
         if run.verdict is None:  # The first branch decides for those called after it in this step.
             reason = self._decide(call, control, obstacle)
             run.verdict = Verdict("skip", WITHIN) if reason is None else Verdict("compute", reason)
         is_skipped, given, reason = run.verdict.action == "skip", control.given, run.verdict.reason
         if is_skipped and obstacle is not None:
-            return Plan(obstacle, False, {}, control.drift, control.error)
-        return Plan(reason, is_skipped, given if is_skipped or len(given) > 1 else {}, control.drift, control.error)
+            return Plan(obstacle)
+        return Plan(reason, is_skipped, given if is_skipped or len(given) > 1 else {})
 
     def _needed(self, call: Call) -> Collection[int]:
         control = call.run.control

@@ -26,10 +26,10 @@ from ..trace.model_state import ModelState, own
 from ..trace.modulated_input import ModulatedInput
 from ..trace.skip_pass import Mode, Replay, StepPass, rehearse
 from ..trace.twin import TrialFailed
-from .call import Call
+from .run import Call
 from .signal import Signal
 from .steps import About, keep_latest
-from .threshold import Instruction, Outcome, ThresholdSteps
+from .threshold import Decide, Outcome, ThresholdSteps
 
 _MAX_TRACES = 3
 """How often a form is traced before its blocks count as called at random."""
@@ -134,17 +134,18 @@ class BlockSteps(ThresholdSteps):
             signal = f"the modulated input from {getattr(self._extractor, '__name__', 'its extractor')}"
         return About(signal, problem, coverage(self._model, covered))
 
-    def _run(self, call: Call, wanted: Instruction) -> Outcome:
+    def _run(self, call: Call, mode: Mode, decide: Decide | None) -> Outcome:
         form = self._forms.get(call.signature)
         if form is None:
-            return self._first(call, wanted)
+            return self._first(call, decide)
         # Blocks before the leader need not run to read the signal, where the step is then skipped.
-        is_ahead = wanted.mode == "ask" and form.trace.early_segments
-        return (self._ask_ahead if is_ahead else self._next)(form, call, wanted)
+        if mode == "ask" and decide is not None and form.trace.early_segments:
+            return self._ask_ahead(form, call, decide)
+        return self._next(form, call, mode, decide)
 
     # -------------------------------------------------------------------------------------- the first time
 
-    def _first(self, call: Call, wanted: Instruction) -> Outcome:
+    def _first(self, call: Call, decide: Decide | None) -> Outcome:
         """Compute a step of a form that was not seen before, and learn from it."""
         try:
             before = call.copied()
@@ -167,27 +168,27 @@ class BlockSteps(ThresholdSteps):
         form = _TracedForm(watched.trace, self._extractor)
         for dropped in keep_latest(self._forms, call.signature, form):
             dropped.close()
-        signal = form.read(self._model, *rehearsed) if wanted.decide is not None else None
+        signal = form.read(self._model, *rehearsed) if decide is not None else None
         return Outcome(output, True, watched.residuals, signal)
 
     # -------------------------------------------------------------------------------------- all other times
 
-    def _next(self, form: _TracedForm, call: Call, wanted: Instruction) -> Outcome:
-        decide, signal = wanted.decide, None
+    def _next(self, form: _TracedForm, call: Call, mode: Mode, decide: Decide | None) -> Outcome:
+        signal = None
         with contextlib.ExitStack() as checks:
 
             def choose(given: Given) -> Mode:
                 nonlocal signal
                 signal = form.read(self._model, given)
                 assert decide is not None
-                if wanted.mode == "ask" and decide(signal):
+                if mode == "ask" and decide(signal):
                     return "skip"
                 checks.enter_context(self._checked(form, given, signal))
                 return "compute"
 
-            step = StepPass(form.trace, wanted.mode, wanted.residuals, None if decide is None else choose)
+            step = StepPass(form.trace, mode, call.state.residuals, None if decide is None else choose)
             spare: Any = (call.args, call.kwargs)
-            if wanted.mode != "compute":  # In other containers: some models empty the lists that they are given.
+            if mode != "compute":  # In other containers: some models empty the lists that they are given.
                 spare = nested.map_tensors(lambda tensor: tensor, spare)
             output = self._forward(step, call)
         if step.lost is None:
@@ -198,24 +199,23 @@ class BlockSteps(ThresholdSteps):
             output = call.forward(*spare)
         return Outcome(output, True, None, signal, "the blocks were called in another way than in the traced forward")
 
-    def _ask_ahead(self, form: _TracedForm, call: Call, wanted: Instruction) -> Outcome:
+    def _ask_ahead(self, form: _TracedForm, call: Call, decide: Decide) -> Outcome:
         """Read the signal from the model's twin, so that the model itself is called once either way."""
         signal, skips = None, False
 
         def choose(given: Given) -> Mode:
             nonlocal signal, skips
             signal = form.read(self._model, given)
-            assert wanted.decide is not None
-            skips = wanted.decide(signal)
+            skips = decide(signal)
             return "skip"
 
-        step = StepPass(form.trace, "skip", wanted.residuals, choose)
+        step = StepPass(form.trace, "skip", call.state.residuals, choose)
         try:
             self._replay(form).skip(step, call.args, call.kwargs)
         except TrialFailed as error:
             step.lost = str(error)
         mode: Mode = "skip" if skips and step.lost is None else "compute"
-        taken = self._next(form, call, wanted._replace(mode=mode, decide=None))
+        taken = self._next(form, call, mode, None)
         return taken._replace(signal=signal, problem=step.lost or taken.problem)
 
     def _replay(self, form: _TracedForm) -> Replay:

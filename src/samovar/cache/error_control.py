@@ -13,14 +13,13 @@ The constants were chosen on the built-in model, on captions that no table of re
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-
-from .call import Step
 
 MIN_COMPUTED = 3
 """Computed steps before the first gap: a line through two outputs, checked against a third."""
@@ -56,6 +55,32 @@ Weights = dict[int, float]
 """A linear combination of computed outputs, by step index."""
 Rows = tuple[torch.Tensor, ...]
 """For each part of an output, some elements of each image: images by elements, in float32."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a run."""
+
+    index: int
+    """From 0."""
+    place: float = 0.0
+    """Its position by noise level where that is known, else its index."""
+    length: float = 1.0
+    """How far it goes, likewise."""
+    total: int | None = None
+    """Number of the scheduler's steps, if known."""
+    run_length: int | None = None
+    """Number of steps that the run takes: fewer than `total` if it starts half-way."""
+
+    @property
+    def first(self) -> int:
+        """The index of the run's first step."""
+        return 0 if self.total is None or self.run_length is None else max(0, self.total - self.run_length)
+
+    @functools.cached_property
+    def is_last(self) -> bool:
+        """Whether this is known to be the last step."""
+        return self.total is not None and self.index >= self.total - 1
 
 
 @dataclass(frozen=True)

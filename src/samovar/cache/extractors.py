@@ -17,12 +17,12 @@ import torch
 from ..core import nested
 from ..core.errors import SettingError
 from ..trace.forward import Tensors, added
-from ..trace.skip_pass import tolerance
+from ..trace.skip_pass import Mode, tolerance
 from ..trace.twin import TrialFailed, trial, twin_of
-from .call import Call
+from .run import Call
 from .signal import Signal
 from .steps import About
-from .threshold import Instruction, Outcome, ThresholdSteps
+from .threshold import Decide, Outcome, ThresholdSteps
 
 
 @dataclass
@@ -89,18 +89,19 @@ class ExtractorSteps(ThresholdSteps):
     def about(self) -> About:
         return About(f"the modulated input from {self._name}", next(iter(self._refused.values()), None))
 
-    def _run(self, call: Call, wanted: Instruction) -> Outcome:
+    def _run(self, call: Call, mode: Mode, decide: Decide | None) -> Outcome:
         if call.signature not in self._checked:
-            return self._first(call, wanted)
+            return self._first(call, decide)
         context = self._extractor(self._model, *call.args, **call.kwargs)
-        signal = Signal(context.modulated_input) if wanted.decide is not None else None
-        if wanted.mode == "skip" or (wanted.decide is not None and signal is not None and wanted.decide(signal)):
-            assert wanted.residuals is not None
-            hidden_states = context.hidden_states + wanted.residuals[0]
+        signal = None if decide is None else Signal(context.modulated_input)
+        if mode == "skip" or (decide is not None and signal is not None and decide(signal)):
+            residuals = call.state.residuals
+            assert residuals is not None
+            hidden_states = context.hidden_states + residuals[0]
             return Outcome(context.postprocess(hidden_states), False, None, signal)
         return Outcome(*_run_blocks(context), signal)
 
-    def _first(self, call: Call, wanted: Instruction) -> Outcome:
+    def _first(self, call: Call, decide: Decide | None) -> Outcome:
         """Compute a step with the model itself, and compare the extractor's result on the model's twin."""
         before = call.copied()
         output = call.compute()
@@ -117,7 +118,7 @@ class ExtractorSteps(ThresholdSteps):
             self._refuse(call, f"{self._name} differs from the model itself by {difference:.1e}")
             return Outcome(output)
         self._checked.add(call.signature)
-        return Outcome(output, True, residuals, signal if wanted.decide is not None else None)
+        return Outcome(output, True, residuals, signal if decide is not None else None)
 
 
 def _run_blocks(context: CacheContext) -> tuple[Any, bool, Tensors]:

@@ -21,10 +21,9 @@ from ..hooks import BranchHook, CallContext, Handle, HookOrder, HookRegistry, Mo
 from ..hooks.intercept import call_bare
 from .auto import AutoSteps, asked_tolerance
 from .blocks import BlockSteps
-from .call import Call
 from .config import AutoConfig, CacheConfig, TeaCacheConfig
 from .extractors import Extractor, ExtractorSteps, extractor_for, takes_blocks
-from .run import CachedRun, TeaCacheState
+from .run import CachedRun, Call, TeaCacheState
 from .signal import Agree, coefficients_for, rescaling
 from .stats import BranchStats, CacheStats, StepRecord
 from .steps import About, Steps

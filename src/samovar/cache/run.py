@@ -1,4 +1,8 @@
-"""A run of a denoiser: the step of it that a call belongs to, and the history of each guidance branch.
+"""A call of the denoiser, the run and step that it belongs to, and the history of its guidance branch.
+
+The sample and the time change at every step. Conditioning stays the same: if it changes, a new history begins. Anything
+else that changes from step to step, such as the residuals of a ControlNet, affects the output in a way that the sample
+does not show; its change counts in proportion to its size.
 
 A denoiser is called once per step for each branch. In a pipeline, the scheduler knows the step. In a user's own loop, a
 step begins when a branch is called again, at another time and with another sample, and a run begins when time turns
@@ -8,29 +12,147 @@ over each stored tensor, and no synchronisation.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..core import nested
-from ..hooks import BaseState, Position, Run
-from ..hooks.roles import Snapshot, moved
+from ..hooks import BaseState, Position, Roles, Run
+from ..hooks.roles import CONSTANTS, Leaves, Snapshot
 from ..trace.forward import Tensors
 from ..trace.skip_pass import Mode
-from .call import Call, Step
-from .error_control import ErrorControl
+from .error_control import ErrorControl, Step
 from .signal import Pair, Signal, size
 from .stats import StepRecord
 
 NOTHING_STORED = "nothing stored"
 CHANGED_WEIGHTS = "weights or adapters changed"
-CHANGED_CONDITIONING = "conditioning changed"
 CHANGED_INPUT = "another input changed"
 _MAX_COMPARED = 16384
 """Number of elements compared to see how much a tensor has changed."""
 Time = torch.Tensor | float | None
+Forward = Callable[[Any, Any], Any]
+"""The model's own forward, of arguments and keyword arguments."""
+
+
+# ------------------------------------------------------------------------------------------------ a call
+
+
+class Call:
+    """One call of the denoiser."""
+
+    branch: str
+    run: CachedRun
+    state: TeaCacheState
+    step: Step
+    is_again: bool
+    """Its branch was already called in this step."""
+    has_gap: bool
+    """Its branch missed the step before."""
+    generation: int
+    """That of the model."""
+
+    def __init__(self, forward: Forward, args: Any, kwargs: Any, leaves: Leaves, roles: Roles) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.samples: list[torch.Tensor] = []
+        """The sample, or its parts."""
+        self.lists_samples = False
+        """Whether the samples are in a list: each is an image then."""
+        self.time: torch.Tensor | float | None = None
+        """As given. Of several numbers the largest counts: frames that are given are at time 0."""
+        self.conditioning: dict[str, Any] = {}
+        """What must stay the same, by path."""
+        self.residuals: list[torch.Tensor] = []
+        """Tensors that may change, and are neither sample nor time."""
+        self.tensors = [leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
+        self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
+        self.forward, self._leaves, self._learned = forward, leaves, roles
+        self._roles = roles.of_each(leaves)
+        for path, role in self._roles.items():
+            leaf = leaves[path]
+            is_tensor = isinstance(leaf, torch.Tensor)
+            if role == "time":
+                if isinstance(leaf, (np.generic, np.ndarray)) and leaf.size == 1:
+                    leaf = leaf.item()
+                if self.time is None and isinstance(leaf, (torch.Tensor, int, float)):
+                    self.time = leaf
+            elif is_tensor and role == "sample":
+                self.samples.append(leaf)
+                self.lists_samples = path.rpartition(".")[2].isdigit()
+            elif is_tensor and role == "residual" and nested.is_comparable(leaf):
+                self.residuals.append(leaf)
+            else:
+                self.conditioning[path] = leaf
+
+    def compute(self) -> Any:
+        """What the model itself returns."""
+        return self.forward(self.args, self.kwargs)
+
+    @functools.cached_property
+    def signature(self) -> Hashable:
+        """Equal for two calls that do the same with their blocks."""
+        kind = self.device.type
+        casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        form = [
+            (path, (leaf.shape, leaf.dtype, leaf.device))
+            if type(leaf) is torch.Tensor and not leaf.is_nested
+            else (path, leaf if isinstance(leaf, CONSTANTS) else nested.signature(leaf))
+            for path, leaf in self._leaves.items()
+            if self._roles[path] != "time"
+        ]
+        return torch.get_autocast_dtype(kind) if casts else None, *form
+
+    def copied(self) -> Call:
+        """The same with tensors and containers that nobody else writes into."""
+        copies = {id(tensor): tensor.clone() for tensor in self.tensors}
+        args, kwargs = nested.map_tensors(
+            lambda one: copies[id(one)] if id(one) in copies else one.clone(), (self.args, self.kwargs)
+        )
+        leaves = {path: copies.get(id(leaf), leaf) for path, leaf in self._leaves.items()}
+        return Call(self.forward, args, kwargs, leaves, self._learned)
+
+    def at_another_step(self, output: Any, with_time: bool = True) -> tuple[Any, Any]:
+        """Arguments with another sample, and at another time. Where no argument is known to be the sample, it is what
+        has the form of the output, or else everything but the time."""
+        shapes = {nested.shape(tensor) for tensor in nested.tensors(output)}
+        alike = [tensor for tensor in self.tensors if nested.shape(tensor) in shapes]
+        samples = set(map(id, [*self.residuals, *(self.samples or alike or self.conditioning.values())]))
+
+        def other(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor is self.time:
+                return _later(tensor) if with_time else tensor
+            is_moved = id(tensor) in samples and tensor.is_floating_point()
+            return tensor + torch.ones_like(tensor).cumsum(-1) if is_moved else tensor
+
+        args, kwargs = nested.map_tensors(other, (self.args, self.kwargs))
+        return args, kwargs
+
+    def side_effect(self, before: list[torch.Tensor], output: Any) -> str | None:
+        """What the forward did that a skipped one would not do, if anything. `before`: copies of its tensors."""
+        known = set(map(id, self.tensors))
+        is_filled = not known.issuperset(map(id, nested.tensors((self.args, self.kwargs))))
+        if is_filled or not all(map(_has_same_numbers, self.tensors, before)):
+            return "it writes into its inputs"
+        return None if nested.is_transparent(output) else "its output holds objects that cannot be inspected"
+
+
+def _has_same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same numbers, NaN included, where that can be seen."""
+    if not nested.is_comparable(one):
+        return True
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _later(time: torch.Tensor) -> torch.Tensor:
+    """A very different time, whether times go from 0 to 1 or to 1000, which a model that counts in integers takes."""
+    if time.is_floating_point():
+        half = torch.where(time.abs() > 1.5, 500.0, 0.5)  # In the other half, in case a model rounds it coarsely.
+        return torch.where(time > half, 0.3 * time, 1.4 * half + 0.3 * time).to(time.dtype)
+    return torch.where(time < 2, 1 - time, time // 8)
 
 
 # ------------------------------------------------------------------------------------------------ a branch
@@ -45,6 +167,8 @@ class Output:
         self.tensors = list(nested.tensors(value))
         self.numbers = [tensor for tensor in self.tensors if tensor.is_floating_point() and tensor.dim()]
         """The tensors that can be forecast."""
+        self.is_flat = type(value) is tuple and len(value) == len(self.tensors) == sum(map(torch.is_tensor, value))
+        """Whether it is a plain tuple of tensors, which pipelines ask for."""
 
 
 class TeaCacheState(BaseState):
@@ -62,27 +186,11 @@ class TeaCacheState(BaseState):
         self.signal: Signal | None = None
         self.accumulated_rel_l1_distance = 0.0
         self.skipped_in_a_row = 0
-        self._made_of: tuple[int, Hashable] | None = None
+        self.made_of: tuple[int, Hashable] | None = None
         """The generation of the model, and the form of inputs."""
-        self._conditioning: dict[str, Snapshot] = {}
+        self.conditioning: dict[str, Snapshot] = {}
         self._residuals: list[tuple[weakref.ref[torch.Tensor], int | None, torch.Tensor]] = []
         """Those among the inputs, as they were: version, and some elements."""
-
-    def obstacle(self, call: Call) -> str | None:
-        """Why what is stored cannot stand for a step with these inputs, if it cannot. Then it is forgotten. This waits
-        for the device where conditioning is in other tensors."""
-        why = None
-        if self._made_of is None or (self.residuals is None and not self.outputs):
-            why = NOTHING_STORED
-        elif call.generation != self._made_of[0]:
-            why = CHANGED_WEIGHTS
-        elif call.signature != self._made_of[1]:
-            why = "the shapes, dtypes or set of arguments changed"
-        elif moved(self._conditioning, call.conditioning, self._conditioning):
-            why = CHANGED_CONDITIONING
-        if why is not None:
-            self.reset()
-        return why
 
     def changes(self, call: Call) -> list[Pair]:
         """How much each residual has changed that is not what it was."""
@@ -94,9 +202,9 @@ class TeaCacheState(BaseState):
 
     def note_computed(self, call: Call, signal: Signal | None = None) -> None:
         """A step was computed; its result is stored by others."""
-        if self._made_of is None:
-            self._conditioning = {path: Snapshot(value) for path, value in call.conditioning.items()}
-        self._made_of = call.generation, call.signature
+        if self.made_of is None:
+            self.conditioning = {path: Snapshot(value) for path, value in call.conditioning.items()}
+        self.made_of = call.generation, call.signature
         self.skipped_in_a_row, self.accumulated_rel_l1_distance = 0, 0.0
         self.signal = signal or self.signal
         self.watch(call)
@@ -116,8 +224,11 @@ class TeaCacheState(BaseState):
         if not factors or not factors.keys() <= self.outputs.keys():
             return None
         known = [self.outputs[step] for step in factors]
-        parts = zip(*[output.tensors for output in known], strict=True)
-        return nested.map_tensors(lambda _: _sum(next(parts), list(factors.values())), known[0].value)
+        sums = [_sum(parts, list(factors.values())) for parts in zip(*[one.tensors for one in known], strict=True)]
+        if known[0].is_flat:
+            return tuple(sums)
+        left = iter(sums)
+        return nested.map_tensors(lambda _: next(left), known[0].value)
 
 
 def _sum(tensors: Sequence[torch.Tensor], weights: list[float]) -> torch.Tensor:
@@ -185,7 +296,9 @@ class CachedRun:
         """Go to the step that a call belongs to; False if it begins a new run."""
         branch = call.branch
         last = self._calls.get(branch)
-        position = self._position(last, run, call)
+        position = None if run is None or self._is_misled else run.position()
+        if position is not None and last is not None and last.step == position.step == self.step.index:
+            position = None if self._goes_on(call) else position
         if position is not None:
             time, index, loop = None, position.step, position.loop
             call.is_again = last is not None and last.step == position.step
@@ -200,7 +313,7 @@ class CachedRun:
         self._loop = loop
         if index > self.step.index:
             self._step_time, self.step, self.verdict = call.time, self._step(index, position, run), None
-        self._calls[branch] = _Last(index, time, Snapshot(call.samples[0] if call.samples else None))
+        self._calls[branch] = _Last(index, time, Snapshot(next(iter(call.samples), None)))
         call.has_gap = last is not None and index > last.step + 1
         call.run, call.step = self, self.step
         return True
@@ -214,13 +327,11 @@ class CachedRun:
             return Step(index, float(index), 1.0, total, position.length)
         return Step(index, -sigma, abs(sigma - position.next_sigma), total, position.length)
 
-    def _position(self, last: _Last | None, run: Run | None, call: Call) -> Position | None:
-        """What the scheduler says, unless the pipeline steps another one: then times go on at the same step."""
-        position = None if run is None or self._is_misled else run.position()
-        if position is not None and last is not None and last.step == position.step == self.step.index:
-            time, before = self._read(call.time), self._read(self._step_time)
-            self._is_misled = time is not None and before is not None and time != before
-        return None if self._is_misled else position
+    def _goes_on(self, call: Call) -> bool:
+        """Whether time goes on at the same step: the pipeline steps another scheduler than its own."""
+        time, before = self._read(call.time), self._read(self._step_time)
+        self._is_misled = time is not None and before is not None and time != before
+        return self._is_misled
 
     @staticmethod
     def _is_same(last: _Last, time: float | None, call: Call) -> bool:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..arch import Coverage
+from ..hooks.roles import moved
 from ..trace.model_state import Generation
-from .call import Call
-from .run import CHANGED_INPUT
+from .run import CHANGED_INPUT, CHANGED_WEIGHTS, NOTHING_STORED, Call
 from .signal import Agree, measure
 from .stats import StepRecord
 
@@ -72,16 +72,26 @@ class Steps:
 
     def _obstacle(self, call: Call, is_asked: bool = False) -> str | None:
         """Why this step of this branch cannot be skipped, if it cannot. What is no longer of use is forgotten. Other
-        inputs of a step that is left to its signal are measured with that."""
+        inputs of a step that is left to its signal are measured with that. This waits for the device where conditioning
+        is in other tensors."""
+        state, why = call.state, None
         if call.is_again:
             return AGAIN
-        state = call.state
-        why = state.obstacle(call)
-        others = state.changes(call) if call.residuals and why is None and not is_asked else ()
-        if others and max(measure(others[0], others[1:], self.agree, within_branch=True)) >= self._max_change:
+        if state.made_of is None or (state.residuals is None and not state.outputs):
+            why = NOTHING_STORED
+        elif call.generation != state.made_of[0]:
+            why = CHANGED_WEIGHTS
+        elif call.signature != state.made_of[1]:
+            why = "the shapes, dtypes or set of arguments changed"
+        elif moved(state.conditioning, call.conditioning, state.conditioning):
+            why = "conditioning changed"
+        elif call.residuals and not is_asked:
+            others = state.changes(call)
+            if others and max(measure(others[0], others[1:], self.agree, within_branch=True)) >= self._max_change:
+                why = CHANGED_INPUT
+        if why is not None:
             state.reset()
-            why = CHANGED_INPUT
-        return why or (self._refused.get(call.signature) if self._refused else None)
+        return why or self._refused.get(call.signature)
 
     def _refuse(self, call: Call, problem: str) -> None:
         if problem not in self._refused.values():

@@ -14,9 +14,9 @@ import torch
 from ..core.errors import SettingError
 from ..trace.forward import Tensors
 from ..trace.skip_pass import Mode
-from .call import Call, Step
 from .config import Mask, TeaCacheConfig
-from .run import CHANGED_INPUT, CHANGED_WEIGHTS, NOTHING_STORED, Verdict
+from .error_control import Step
+from .run import CHANGED_INPUT, CHANGED_WEIGHTS, NOTHING_STORED, Call, Verdict
 from .signal import Agree, Signal, measure
 from .stats import StepRecord
 from .steps import AGAIN, NEVER, Steps
@@ -65,15 +65,8 @@ def _is_planned(mask: Mask, step: Step) -> bool:
     return mask[step.index]
 
 
-class Instruction(NamedTuple):
-    """How to take a step."""
-
-    mode: Mode
-    """`ask` leaves it to `decide`."""
-    residuals: Tensors | None = None
-    """What the blocks of a skipped step are expected to add."""
-    decide: Callable[[Signal], bool] | None = None
-    """Records the signal; returns True to skip. Without it, no signal is read."""
+Decide = Callable[[Signal], bool]
+"""Records the signal; returns True to skip."""
 
 
 class Outcome(NamedTuple):
@@ -102,8 +95,8 @@ class ThresholdSteps(Steps):
         super().__init__(model, agree, config.rel_l1_thresh, watched)
         self._config, self._rescale = config, rescale
 
-    def _run(self, call: Call, wanted: Instruction) -> Outcome:
-        """Take a step as it is wanted."""
+    def _run(self, call: Call, mode: Mode, decide: Decide | None) -> Outcome:
+        """Take a step; `ask` leaves it to `decide`, without which no signal is read."""
         raise NotImplementedError
 
     def take(self, call: Call) -> tuple[StepRecord, Any]:
@@ -137,10 +130,8 @@ class ThresholdSteps(Steps):
         # On another rank a branch that follows here may lead: it needs its signal of the step before.
         may_lead = call.run.verdict is None or (self.agree is not None and verdict.action == "compute")
         reads = decide if self._config.schedule is None and may_lead else None
-        if call.signature in self._refused:
-            outcome = Outcome(call.compute())
-        else:
-            outcome = self._run(call, Instruction(verdict.action, call.state.residuals, reads))
+        is_refused = call.signature in self._refused
+        outcome = Outcome(call.compute()) if is_refused else self._run(call, verdict.action, reads)
         if outcome.computed and not record.computed:
             record = record._replace(computed=True, reason=outcome.problem or "the blocks cannot be skipped")
         return record, outcome

@@ -17,10 +17,9 @@ from ..arch import find_anatomy
 from ..core import nested
 from ..core.errors import ModelError
 from ..core.interop import COMPILED_CALL, FORWARD_WRAPPERS
-from .call import Call
 from .config import TeaCacheConfig
 from .error_control import polynomial
-from .run import Output
+from .run import Call, Output
 from .signal import Agree
 from .stats import StepRecord
 from .steps import NEVER, Steps, keep_latest
@@ -44,9 +43,6 @@ class Plan(NamedTuple):
     is_skipped: bool = False
     weights: Mapping[int, float] = {}
     """Of computed outputs, by step, in what the sampler is given; of a computed step, none gives its own output."""
-    drift: float | None = None
-    error: float | None = None
-    """For the record."""
 
 
 class WholeSteps(Steps):
@@ -74,7 +70,9 @@ class WholeSteps(Steps):
                 state.reset()
         elif call.residuals:
             state.watch(call)
-        return StepRecord(index, is_computed, reason, plan.drift, plan.error), output
+        control = call.run.control
+        errors = () if control is None else (control.drift, control.error)
+        return StepRecord(index, is_computed, reason, *errors), output
 
     def _plan(self, call: Call) -> Plan:
         """What is done with a step; nothing if its reason is that no step of the run is skipped."""

@@ -20,7 +20,8 @@ Role = Literal["sample", "time", "residual", "conditioning"]
 Leaves = Mapping[str, Any]
 """The tensors, numbers and other atoms of a call's arguments, by a dotted path that begins with the parameter."""
 _LEAVES, _CONTAINERS = (torch.Tensor, *nested.ATOMS), (dict, list, tuple)
-_CONSTANTS = (bool, int, str, type(None))
+CONSTANTS = (bool, int, str, type(None))
+"""What is the same if it is the same object."""
 
 _SAMPLE = (
     "hidden_states", "audio_hidden_states", "sample", "latent", "latents", "audio_latents", "local_latents", "x", "img",
@@ -125,7 +126,7 @@ def moved(known: Mapping[str, Snapshot], now: Leaves, paths: Iterable[str], *, l
         before, value = known.get(path, _NONE), now.get(path)
         # Almost all are the very same, which needs no call.
         is_same = before.held is value and (
-            isinstance(value, _CONSTANTS) if before.version is None else before.version == value._version
+            isinstance(value, CONSTANTS) if before.version is None else before.version == value._version
         )
         if not is_same and not before.is_same(value, looks=looks):
             found.add(path)
