@@ -422,7 +422,8 @@ def test_blocks_are_timed_where_they_compute_and_needs_are_beside_the_weights() 
         for step in range(3):
             case.run(model, step)
     plan = offloaded.replan(mode="auto", gpu_memory=10**9)
-    assert plan.component("transformer").activation_bytes == with_margin(1000)
+    assert offloaded.history.needs["transformer"] == with_margin(1000)
+    assert plan.component("transformer").activation_bytes > with_margin(1000), "torch's allocator leaves holes"
     assert plan.component("transformer").resident_s == pytest.approx(len(blocks))
     offloaded.detach()
     pipe = tiny_flux_pipeline()
@@ -432,7 +433,7 @@ def test_blocks_are_timed_where_they_compute_and_needs_are_beside_the_weights() 
     ):
         with offloaded.measure():
             draw(pipe)
-        found = {part.name: part.activation_bytes for part in offloaded.replan(gpu_memory=10**9).components}
+        found = dict(offloaded.history.needs)
     assert found == dict.fromkeys(("text_encoder", "text_encoder_2", "transformer"), with_margin(0)) | {
         "vae": with_margin(5000)
     }

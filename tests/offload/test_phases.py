@@ -16,7 +16,6 @@ from pipelines import PIPELINES, tiny_flux_pipeline
 from samovar.core.errors import SettingError
 from samovar.core.settings import parse_bytes
 from samovar.offload import OffloadConfig, Offloaded, apply_offload, plan_offload, prepare_offload
-from samovar.offload.offload import _Containers
 from samovar.offload.sizes import find_components, measure_components
 from samovar.trace.activations import Activations
 from samovar.trace.dry_run import RequestSize, dry_run
@@ -201,7 +200,12 @@ def test_what_does_not_run_in_less_either_says_how_much_there_was(
     stage = Card(2**24)
     offloaded = apply_offload(pipe, config(least, needs), stage=stage)
     stage.capacity = least // 2
-    with pytest.raises(torch.OutOfMemoryError, match=r"was planned to need .* had less: .* is free without our"), stage:
+    with (
+        pytest.raises(
+            torch.OutOfMemoryError, match=r"was planned to need .* others have taken memory \(.* free without our"
+        ),
+        stage,
+    ):
         draw(pipe)
     stage.capacity = least
     with stage:
@@ -291,15 +295,22 @@ def test_a_run_that_is_cut_off_shows_nothing_of_what_was_called_in_it(
     offloaded.detach()
 
 
-def test_a_call_that_is_made_again_finds_its_lists_as_they_were() -> None:
-    """VAEs of videos keep features of earlier frames in a list that they are given."""
-    features = [torch.zeros(1), None]
-    call = (features, {"index": [0]})
-    before = _Containers(call)
-    features[1], call[1]["index"][0] = torch.ones(1), 2
-    before.restore()
-    assert features[1] is None
-    assert call == (features, {"index": [0]})
+def test_a_call_that_has_changed_its_lists_is_not_made_again() -> None:
+    """Wan's VAE keeps features of earlier frames in a list that it is given."""
+    tiny = PIPELINES["wan"]
+    pipe = tiny.build(0)
+    expected = tiny.run(pipe, 2, output_type="pt")
+    stage, given = Card(2**30), OffloadConfig(gpu_memory=2**19, mode="model", activations=2**17)
+    offloaded = apply_offload(pipe, given, stage=stage)
+    said = "vae was planned to need .* Its arguments were changed before that, so it is not called again"
+    with (
+        pytest.raises(torch.OutOfMemoryError, match=said),
+        pytest.warns(UserWarning, match="Later calls run within .*, with less beside it"),
+        stage,
+    ):
+        tiny.run(pipe, 2, output_type="pt")
+    offloaded.detach()
+    assert torch.equal(tiny.run(pipe, 2, output_type="pt"), expected)
 
 
 def test_what_nobody_knows_is_measured_by_the_first_run(pipe: Any, expected: torch.Tensor) -> None:
@@ -343,7 +354,7 @@ def test_what_runs_show_is_kept_for_the_next_process(
     (file,) = tmp_path.iterdir()
     kept = json.loads(file.read_text())
     plan = planned().plan
-    assert plan.component("vae").activation_bytes == kept["needs"]["vae"] > 2**15
+    assert plan.component("vae").activation_bytes == int(1.1 * kept["needs"]["vae"]) > 2**15
     assert "assumed" not in str(plan)
     assert plan.steps == 3, "those of the last call"
     assert "is assumed for" in str(planned(width=16).plan), "figures are of one size"

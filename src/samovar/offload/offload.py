@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -460,9 +461,12 @@ class Offloaded(Handle, PipelineHook):
                     return output
                 except torch.OutOfMemoryError as error:
                     problem = str(error)  # The error itself keeps alive what the call had computed.
-                before.restore()
-                if attempt + 1 < _ATTEMPTS:
-                    self._shrink(name, problem, drops_others=attempt > 0)
+                is_over = before.have_changed()
+                if is_over or attempt + 1 < _ATTEMPTS:
+                    self._shrink(name, problem, drops_others=attempt > 0, is_over=is_over)
+                if is_over:
+                    problem = f"Its arguments were changed before that, so it is not called again. {problem}"
+                    break
             raise torch.OutOfMemoryError(self._shortage(name, self.plan, problem))
         finally:
             delattr(self._inside, name)
@@ -533,9 +537,10 @@ class Offloaded(Handle, PipelineHook):
         is_moving = self._components[name] in self._phases.components
         return torch.no_grad() if is_moving and not is_wanted else contextlib.nullcontext()
 
-    def _shrink(self, name: str, problem: str, *, drops_others: bool) -> None:
+    def _shrink(self, name: str, problem: str, *, drops_others: bool, is_over: bool) -> None:
         """Follow a plan for less memory, since there was too little although the plan said otherwise: if others have
-        taken it, within what is there; else the component needs more than was planned."""
+        taken it, within what is there; else the component needs more than was planned. `is_over`: the call is not made
+        again."""
         with self._lock:
             plan, config, history = self.plan, self.config, self.history
             budget, planned = plan.budget_bytes or 0, plan.component(name)
@@ -559,10 +564,10 @@ class Offloaded(Handle, PipelineHook):
                 self._follow(plan, self.tiers)
                 raise torch.OutOfMemoryError(message) from None
             self._follow(changed, tiers)
+            then = "Later calls run" if is_over else "It runs again"
             warnings.warn(
-                f"{name} ran out of memory within gpu_memory={format_bytes(budget)}. It runs again within "
-                f"{format_bytes(changed.budget_bytes or 0)}, with less beside it, and so do later calls until "
-                "replan(gpu_memory=...).",
+                f"{name} ran out of memory within gpu_memory={format_bytes(budget)}. {then} within "
+                f"{format_bytes(changed.budget_bytes or 0)}, with less beside it, until replan(gpu_memory=...).",
                 stacklevel=2,
             )
 
@@ -571,8 +576,8 @@ class Offloaded(Handle, PipelineHook):
         peak, budget = format_bytes(plan.component(name).peak_bytes), format_bytes(plan.budget_bytes or 0)
         free, held = self.stage.free_bytes(), self.stage.stats.held_bytes
         there = "an unknown amount" if free is None else format_bytes(free + held)
-        had = f"{there} is free without our weights"
-        return f"{name} was planned to need {peak} of {budget}, and had less: {had}. {problem}"
+        why = f"It needs more, or others have taken memory ({there} of the device is free without our weights)"
+        return f"{name} was planned to need {peak} of {budget}, and that was not enough. {why}. {problem}"
 
     def _learn(self, name: str, args: Any, kwargs: Any) -> None:
         """Look for time-only layers in the first call of a denoiser. If there are any, plan again."""
@@ -588,23 +593,32 @@ class Offloaded(Handle, PipelineHook):
 
 
 class _Containers:
-    """The lists and dictionaries of a call as they were, since a call that failed may have changed them."""
+    """The lists and dictionaries of a call, and what was in them, which is not kept alive: a VAE of videos replaces the
+    features of earlier frames in a list that it is given, and to keep the old ones would take their memory again."""
 
     def __init__(self, value: Any) -> None:
-        self._before: list[tuple[Any, Any]] = []
+        self._before: list[tuple[Any, list[Any]]] = []
         self._note(value)
 
     def _note(self, value: Any) -> None:
         if type(value) in (list, dict):
-            self._before.append((value, copy.copy(value)))
+            refs = [weakref.ref(part) if isinstance(part, torch.Tensor) else part for part in _parts_of(value)]
+            self._before.append((value, refs))
         if type(value) in (list, dict, tuple):
-            for part in value.values() if isinstance(value, dict) else value:
+            for part in _parts_of(value):
                 self._note(part)
 
-    def restore(self) -> None:
-        for container, before in self._before:
-            container.clear()
-            container.update(before) if isinstance(container, dict) else container.extend(before)
+    def have_changed(self) -> bool:
+        now = ((_parts_of(container), refs) for container, refs in self._before)
+        return any(len(parts) != len(refs) or not all(map(_is_still, parts, refs)) for parts, refs in now)
+
+
+def _parts_of(container: Any) -> list[Any]:
+    return list(container.values() if isinstance(container, dict) else container)
+
+
+def _is_still(part: Any, before: Any) -> bool:
+    return part is (before() if isinstance(before, weakref.ref) else before)
 
 
 class _EntryHook(ModelHook):

@@ -41,6 +41,8 @@ _ASSUMED_STEPS = 28
 _WORKSPACE = 1.0
 """What the convolutions of a VAE are assumed to take beside its activations if they may choose freely, as a share of
 these, until a run has shown it."""
+_HOLES = 0.1
+"""What torch's allocator may leave unused, as a share of what a component needs beside its weights."""
 OTHER_KERNELS = "the VAE decodes with other kernels, so images may differ from those of an empty card by rounding"
 _RUNS_OF_A_SCHEDULE = 8
 """Runs for which outputs that depend on the time alone are assumed to be used."""
@@ -332,6 +334,7 @@ class _Planner:
         variants: list[Sizes] = [whole, ahead]
         if self.config.precompute is not None:
             variants = [ahead if self.config.precompute else whole]
+        self._leave_holes(variants)
         fitting: list[OffloadPlan] = []
         if self.budget is not None and not self.unknown:
             resident = (self._made([_Placed(size, moves=False) for size in sizes]) for sizes in variants)
@@ -344,6 +347,15 @@ class _Planner:
         if fitting and all(plan.other_kernels for plan in plans):
             return fitting[0]
         return replace(plans[0], others=tuple(plans[1:])).at(self.steps, _WORTH_CHOOSING)
+
+    def _leave_holes(self, variants: list[Sizes]) -> None:
+        """Count what torch's allocator leaves unused, to what was measured, where that does not make a call impossible:
+        without room for it, the allocator gives memory back and takes it again, and everything waits meanwhile."""
+        for name in self.history.needs if self.budget is not None else ():
+            if name in self.needs:
+                need, self.needs[name] = self.needs[name], int(self.needs[name] * (1 + _HOLES))
+                if all(self._least(sizes).get(name, 0) > (self.budget or 0) for sizes in variants):
+                    self.needs[name] = need
 
     def _possible(self, variants: list[Sizes]) -> list[Sizes]:
         """Those that can run within the budget. Refused if none can."""
