@@ -44,7 +44,7 @@ BUDGETS = {
     "hooks": 10_445,
     "lab": 13_500,
     "media": 3_250,
-    "offload": 43_241,
+    "offload": 43_500,
     "omni": 2_120,
     "parallel": 18_200,
     "serve_ray": 975,
