@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,28 +131,39 @@ def headlines(folder: str = "") -> str:
 
 def cards(_: str) -> str:
     """Whole pipelines, from prompt to image, on cards that have no more memory than the budget."""
-    names = {"flux": "FLUX.1-dev", "klein": "FLUX.2 klein 4B"}
-    rows = [
-        [
-            names[name],
-            "resident" if way == "resident" else way.replace("GiB", " GiB"),
-            *(f"{row['seconds'][steps]:.2f} s" if steps in row["seconds"] else "" for steps in ("4", "8", "20")),
-            f"{max(row['reserved'].values()):.2f} GiB",
-            f"{row['same_images']} of {row['of_images']}",
-        ]
-        for name in names
-        for way, row in read("gpu_cards")[name].items()
-    ]
-    head = [
-        "pipeline, 1024 x 1024",
-        "card",
-        "4 steps",
-        "8 steps",
-        "20 steps",
-        "reserved at most",
-        "images with resident's bits",
-    ]
+    names = {
+        "flux": "FLUX.1-dev",
+        "klein": "FLUX.2 klein 4B",
+        "z_image": "Z-Image",
+        "qwen": "Qwen-Image",
+        "sd35": "SD3.5-large",
+        "wan": "Wan 2.1 14B, 81 frames of 832 x 480",
+    }
+    rows = [_card_row(names[name], way, row) for name in names for way, row in read("gpu_cards").get(name, {}).items()]
+    head = ["pipeline, 1024 x 1024", "", "card", "steps", "time", "of resident", "reserved at most", "resident's bits"]
     return markdown_table(head, rows) + f"\n\n{read('gpu_cards')['about']['note']}"
+
+
+def _card_row(name: str, way: str, row: Mapping[str, Any]) -> list[str]:
+    how = {"resident": "everything on the GPU", "samovar": "`gpu_memory`"}.get(
+        row["way"], row["way"].replace("-", ", ")
+    )
+    limit = (row["limit"] or "").replace("GiB", " GiB")
+    if "error" in row:
+        return [name, how, limit, "", row["error"].split(":")[0], "", "", ""]
+    times = ", ".join(f"{seconds:.2f} s" for seconds in row["seconds"].values())
+    shares = ", ".join(f"{share:.2f}" for share in row["of_resident"].values())
+    bits = f"{row['same_images']} of {row['of_images']} images"
+    return [
+        name,
+        how,
+        limit,
+        ", ".join(row["seconds"]),
+        times,
+        shares,
+        f"{max(row['reserved'].values()):.2f} GiB",
+        bits,
+    ]
 
 
 def quality(_: str) -> str:
