@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from asking import ask, pixels, result_of, together, worker_of
+from asking import ask, pixels, result_of, together, wait_for, worker_of
 
 from pipelines import tiny_flux_pipeline
+from samovar.core.errors import CancelledRequestError
 from samovar.engine import Listener, Progress, Worker
 from samovar.engine.meeting import CHANGES_PER_WAIT, Meeting, Member, choose_role
 from samovar.hooks import HookRegistry, ModelHook
@@ -240,6 +241,31 @@ def test_one_time_for_all_rows_is_no_hindrance() -> None:
         assert all(torch.allclose(output, model(*call), atol=1e-6) for output in of_run)
 
 
+@torch.no_grad()
+def test_one_that_is_cancelled_while_it_waits_takes_no_other_with_it() -> None:
+    model, gone, have_come = Tiny(), threading.Event(), threading.Event()
+    inputs = torch.randn(1, 3, 4), torch.tensor(1.0), torch.randn(1, 3, 4)
+
+    def run(number: int) -> str:
+        try:
+            with torch.no_grad(), meeting.member(is_cancelled=lambda: number == 0 and gone.is_set()):
+                while not have_come.is_set():  # Else the first may end before the next one begins.
+                    time.sleep(0.001)
+                    if len(meeting._open) == 3:
+                        have_come.set()
+                for count in range(20):
+                    model(*inputs)
+                    if (number, count) == (1, 9):  # It has the turn, and so the others wait.
+                        gone.set()
+        except CancelledRequestError:
+            return "cancelled"
+        return "made"
+
+    with Meeting({"denoiser": [model]}, SimpleNamespace(components={"unet": model}), 4) as meeting:
+        ends = together([lambda number=number: run(number) for number in range(3)])  # type: ignore[misc]
+    assert ends == ["cancelled", "made", "made"]
+
+
 # ------------------------------------------------------------------------------------------------ phases and memory
 
 
@@ -254,7 +280,15 @@ def test_streamed_weights_are_paid_once_for_all(folder: Path, alone: Worker, off
         made = serve()
         return worker.usage().bytes_moved - start, made
 
-    merged, results = moved(lambda: worker.run(requests))
+    have_come = threading.Event()
+
+    def until_all_have_come(event: Any) -> None:
+        wait_for(lambda: have_come.is_set() or len(met(worker)._open) == len(requests))
+        have_come.set()
+
+    listener = Listener(until_all_have_come, lambda: False)  # Else the first may be over before the next one begins.
+    makers = [lambda request=request: worker.make(request, listener) for request in requests]  # type: ignore[misc]
+    merged, results = moved(lambda: together(makers))
     apart, _ = moved(lambda: [worker.make(request) for request in requests])
     for request, result in zip(requests, results, strict=True):
         assert_near(result, alone.make(request))
