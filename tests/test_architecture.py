@@ -41,7 +41,7 @@ BUDGETS = {
     "core": 10_100,
     "engine": 33_727,
     "graphs": 5_550,
-    "hooks": 10_445,
+    "hooks": 10_461,
     "lab": 13_500,
     "media": 3_250,
     "offload": 43_500,

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from driving import COND, UNCOND, Plain, case, differing, loop, masks, recorded, second
+from driving import COND, UNCOND, Plain, at, case, differing, loop, masks, recorded, second
 
 import samovar
 from pipelines import PIPELINES
-from samovar.cache import CacheBackend, apply_teacache_hook, make_cache_backend
+from samovar.cache import AutoConfig, CacheBackend, apply_teacache_hook, make_cache_backend
 from samovar.core.errors import ModelError
-from samovar.hooks import call_context
+from samovar.hooks import HookOrder, HookRegistry, ModelHook, call_context
 
 BACKENDS = ("tea_cache",)
 flux, wan, controlled = PIPELINES["flux"], PIPELINES["wan"], PIPELINES["flux-controlnet"]
@@ -278,6 +278,38 @@ def test_conditioning_that_is_overwritten_in_place_is_never_stale(mode: Callable
             wrong += [step] * (not torch.equal(*outputs))
     assert at not in wrong
     assert wrong, "else nothing was skipped"
+
+
+class Listed(Plain):
+    """Takes its conditioning in a list."""
+
+    def forward(self, hidden_states: Any, timestep: Any, encoder_hidden_states: Any) -> Any:
+        return super().forward(hidden_states, timestep, encoder_hidden_states[0])
+
+
+class Swapping(ModelHook):
+    """Puts another prompt into that list, between the hooks that name the branch and the cache."""
+
+    order = HookOrder.SHARD
+    swaps = False
+
+    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self.swaps:
+            args[2][0] = UNCOND
+        return args, kwargs
+
+
+@torch.no_grad()
+def test_what_an_inner_hook_puts_into_a_list_is_seen() -> None:
+    model, swapping = Listed(), Swapping()
+    hook = apply_teacache_hook(model, AutoConfig(1e6))
+    HookRegistry.get_or_create(model).register_hook("swapping", swapping)
+    with call_context(branch="only"):
+        for step in range(12):
+            swapping.swaps = step >= 6
+            model(*at(step), [COND])
+    reasons = [record.reason for record in hook.stats().branches["only"].steps]
+    assert [step for step, reason in enumerate(reasons) if reason == "conditioning changed"] == [6]
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")

@@ -148,7 +148,8 @@ class BranchHook(ModelHook):
         given = [*args, *kwargs, *kwargs.values()]
         calls: list[_OpenCall] = getattr(self._open, "calls", [])
         for call in calls[-1:]:
-            if len(given) == len(call.arguments) and all(map(is_, given, call.arguments)):
+            is_same = len(given) == len(call.arguments) and all(map(is_, given, call.arguments))
+            if is_same and not any("." in path for path in call.leaves):  # Containers may have other contents now.
                 return call.leaves
         return leaves_of(self._parameters, args, kwargs)
 

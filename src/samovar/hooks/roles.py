@@ -59,9 +59,7 @@ def parameter_names(module: torch.nn.Module) -> tuple[str, ...]:
 def leaves_of(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a call, in the order of the parameters: the caller's order of keywords means nothing."""
     positional, keywords = _names(parameters, len(args), tuple(kwargs))
-    given = dict(zip(positional, args, strict=False))
-    for name in keywords:
-        given[name] = kwargs[name]
+    given = dict(zip(positional, args, strict=False)) | {name: kwargs[name] for name in keywords}
     found: dict[str, Any] = {}
     for name, value in given.items():
         if isinstance(value, _LEAVES) or (type(value) in _CONTAINERS and not value):
@@ -79,8 +77,8 @@ def _names(
     plain = next((place for place, name in enumerate(parameters) if name.startswith("*")), len(parameters))
     rest = (f"{name[1:]}.{index}" for name in parameters[plain : plain + 1] for index in range(count - plain))
     place = {name: index for index, name in enumerate(parameters)}
-    ordered = sorted(keywords, key=lambda name: (place.get(name, len(place)), name))
-    return (*parameters[:plain], *rest)[:count], tuple(ordered)
+    ordered = tuple(sorted(keywords, key=lambda name: (place.get(name, len(place)), name)))
+    return (*parameters[:plain], *rest)[:count], ordered
 
 
 # ------------------------------------------------------------------------------------------------ values as they were
