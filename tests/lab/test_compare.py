@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab.tiny import TASKS, MakeSession, row
+from lab.tiny import TASKS, MakeSession
 from pipelines import PIPELINES
 from samovar.core.errors import SettingError
 from samovar.engine import OmniDiffusionSamplingParams
-from samovar.lab import Journal, Runner, Session, Task, cached
-from samovar.lab.compare import Comparison, compare, contact_sheet, page, table, worst_sheet
+from samovar.lab import Journal, Method, Runner, Session, Task, cached
+from samovar.lab.compare import Comparison, compare, contact_sheet, page, table
+from samovar.lab.methods import EXACT
 from samovar.lab.metrics import Quality
-from samovar.lab.session import save_images
+from samovar.lab.session import Row, save_images
 from samovar.media import read_media
 
 COLOURS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)]
@@ -35,11 +36,12 @@ def test_each_setting_is_followed_by_as_many_plain_steps_as_it_computes(
     session.runner._now = lambda: float(next(clock) ** 2)  # type: ignore[method-assign]
     masks = ("##.#.#.#", "##......", "#......#", "########")
     found = compare(session, [cached("tea_cache", {"schedule": mask}, name="mine") for mask in masks], tmp_path)
-    assert [(row.method, row.computed) for row in found.rows] == [
+    assert [(row.method.name, row.computed) for row in found.rows] == [
         ("exact", 8), ("mine", 5), ("plain 5 steps", 5), ("mine", 2), ("plain 2 steps", 2), ("mine", 2), ("mine", 8),
         ("plain 7 steps", 7),
     ], "one baseline for two settings that compute as much"  # fmt: skip
-    for folder in found.folders:
+    for folder in (row.folder for row in found.rows):
+        assert folder is not None
         assert sorted(file.name for file in folder.iterdir()) == ["0.png", "1.png", "2.png"]
     report = found.to_dict()
     assert [task["seed"] for task in report["tasks"]] == [0, 1, 2]
@@ -56,28 +58,30 @@ def test_a_setting_given_twice_is_refused(make_session: MakeSession, tmp_path: P
 @pytest.fixture
 def comparison(tmp_path: Path) -> Comparison:
     """Two rows of two images of one colour each."""
-    rows = [
-        row([100.0] * 2, method="exact", family="exact", computed=20, seconds=2.0, speedup=1.0),
-        replace(row([31.5] * 2, method=NAME, speedup=2.0), quality=QUALITY, images=(QUALITY,) * 2),
-    ]
     folders = [tmp_path / "exact", tmp_path / "setting-1"]
+    rows = [
+        Row(EXACT, 20, (Quality(100.0, 1.0, 0.0),) * 2, 20, seconds=2.0, speedup=1.0, folder=folders[0]),
+        Row(Method(NAME, "samovar auto"), 10, (QUALITY,) * 2, 20, speedup=2.0, folder=folders[1]),
+    ]
     for number, colour in enumerate(COLOURS):
         image = torch.tensor(colour).view(3, 1, 1).expand(3, 80, 96)[None] / 255
         save_images(image, folders[number // 2], number % 2)
-    return Comparison([Task("a cat & <i>dog</i>", 1), Task("a very long prompt " * 9, 2)], rows, folders)
+    return Comparison([Task("a cat & <i>dog</i>", 1), Task("a very long prompt " * 9, 2)], rows)
 
 
 def test_sheets_have_the_exact_images_on_top_and_tasks_across(comparison: Comparison) -> None:
     exact, setting = comparison.rows
     one_worse = replace(setting, images=(QUALITY, Quality(25.0, 0.97, 0.01)))
-    worst = worst_sheet(comparison.tasks, exact, comparison.folders[0], one_worse, comparison.folders[1])
-    for sheet, order in ((contact_sheet(comparison), (0, 1, 2, 3)), (worst, (1, 0, 3, 2))):
+    whole = contact_sheet(comparison.tasks, comparison.rows)
+    of_worst = contact_sheet(comparison.tasks, [exact, one_worse], worst_only=True)
+    for sheet, order in ((whole, (0, 1, 2, 3)), (of_worst, (1, 0, 3, 2))):
         left, top = sheet.width - 2 * 100, sheet.height - 2 * 84
         found = [sheet.getpixel((left + x, top + y)) for y in (40, 124) for x in (48, 148)]
         assert found == [COLOURS[number] for number in order]
         assert sheet.crop((0, 0, left, sheet.height)).convert("L").getextrema()[0] < 100, "there are words beside them"
-    save_images(torch.zeros(1, 3, 600, 300), comparison.folders[0])
-    assert contact_sheet(comparison).height < 600, "large images are made smaller"
+    assert exact.folder is not None
+    save_images(torch.zeros(1, 3, 600, 300), exact.folder)
+    assert contact_sheet(comparison.tasks, comparison.rows).height < 600, "large images are made smaller"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +89,7 @@ def test_sheets_have_the_exact_images_on_top_and_tasks_across(comparison: Compar
 )
 def test_the_page_is_self_contained_and_no_prompt_empties_it(comparison: Comparison, prompt: str) -> None:
     quality = Quality(math.nan, math.inf, 0.0123)
-    rows = [comparison.rows[0], replace(comparison.rows[1], method=prompt, images=(quality, QUALITY))]
+    rows = [comparison.rows[0], replace(comparison.rows[1], method=Method(prompt, "any"), images=(quality, QUALITY))]
     text = page(replace(comparison, tasks=[Task(prompt, 1), comparison.tasks[1]], rows=rows), "emoji <50 steps>")
     assert not re.search(r'(?:src|href)\s*=\s*"(?!data:)[^"]+"|https?://|@import|url\(', text)
     assert "<title>emoji &lt;50 steps&gt;</title>" in text
@@ -120,7 +124,9 @@ def test_videos_are_compared_by_frames_and_motion(tmp_path: Path) -> None:
     assert all(5 < quality.psnr < 100 > (quality.motion or 0) > 5 for quality in skipping.images)
     assert table(found.rows)[0][-1] == "motion dB"
     assert skipping.to_dict()["each"]["motion"] == [round(quality.motion or 0, 7) for quality in skipping.images]
-    for folder in found.folders:
+    for folder in (row.folder for row in found.rows):
+        assert folder is not None
         assert sorted(file.name for file in folder.iterdir()) == ["0.mp4", "0.png", "1.mp4", "1.png"]
-    assert len(read_media(found.folders[1] / "0.mp4", "a test")) == 5
-    assert contact_sheet(found).width > 2 * 4 * 16, "four frames of each"
+    assert skipping.folder is not None
+    assert len(read_media(skipping.folder / "0.mp4", "a test")) == 5
+    assert contact_sheet(found.tasks, found.rows).width > 2 * 4 * 16, "four frames of each"

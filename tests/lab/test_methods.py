@@ -56,7 +56,7 @@ def test_the_bound_holds_where_a_few_images_are_of_another_kind() -> None:
 def test_a_sentence_that_a_person_can_act_on() -> None:
     tasks = [Task(f"image {number}", number) for number in range(50)]
     values = [60.0, 41.4, *[55.0] * 46, 47.0, 39.6]
-    auto = row(values, computed=10.4, method="auto tolerance=0.02", speedup=1.87)
+    auto = row(values, computed=10.4, name="auto tolerance=0.02", speedup=1.87)
     assert sentences(auto, tasks) == [
         "auto tolerance=0.02: 95% of images like these stay above 39 dB; 1.9 times as fast, 10.4 of 20 steps computed.",
         "The worst: 'image 49', seed 49: 40 dB; 'image 1', seed 1: 41 dB; 'image 48', seed 48: 47 dB.",

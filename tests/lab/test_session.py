@@ -68,14 +68,14 @@ def test_what_is_known_is_not_made_again_and_an_interruption_loses_no_call(make_
     assert calls(make_session(steps=4, batch=1), plain(2), stop=2) == [(1, 4)] * 2
     session = make_session(steps=4, batch=1)
     assert calls(session, plain(2)) == [(1, 4), *[(1, 2)] * 3]
-    expected, again = session.measure(plain(2)), make_session(steps=4, batch=1)
+    expected, again = session.measure(plain(2)).to_dict(), make_session(steps=4, batch=1)
     assert calls(again, plain(2)) == []
-    assert again.measure(plain(2)) == expected
+    assert again.measure(plain(2)).to_dict() == expected
     for file in session.journal.folder.glob("*.safetensors"):
         file.unlink()
     moved = make_session(steps=4, batch=1)
     assert calls(moved, plain(2)) == [(1, 4)] * 3, "a journal without its images makes these"
-    assert moved.measure(plain(2)) == expected
+    assert moved.measure(plain(2)).to_dict() == expected
 
 
 # ------------------------------------------------------------------------------------------------ times
@@ -93,7 +93,7 @@ def test_methods_are_timed_alone_between_exact_images(make_session: MakeSession,
 def test_one_disturbed_image_changes_no_speedup(make_session: MakeSession) -> None:
     session = make_session(steps=4, batch=1, is_timed=True)
     session.measure(plain(2))
-    times = [name for name in session.journal._values if name.endswith(("0", "1", "2"))]
+    times = [name for name in session.journal if name.endswith(("0", "1", "2"))]
     for beside, usual in (([4.0, 4.0], 4.0), ([60.0, 4.0], 4.0), ([4.0, 4.0], 60.0), ([4.0, 60.0], 4.0)):
         for name in times:
             seconds = usual if name.startswith("exact") else 2.0

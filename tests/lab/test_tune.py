@@ -64,7 +64,7 @@ def test_a_setting_that_plain_steps_beat_is_not_worth_it(target: Any, value: flo
 
 
 def test_plain_steps_are_saved_as_no_cache() -> None:
-    few = row([40.0], computed=8, method="plain 8 steps", family="plain steps", steps=8)
+    few = row([40.0], computed=8, name="plain 8 steps", family="plain steps", steps=8)
     saved = Tuned(Target("psnr", 30), few, few, few, [few]).setting("a test", {})
     assert (saved["num_inference_steps"], saved["cache"]) == (8, {"backend": "none"})
 
@@ -81,12 +81,12 @@ def test_the_fastest_that_meets_a_target(make_session: MakeSession) -> None:
     assert found.target.is_met(found.row)
     faster = [tried for tried in found.tried if tried.computed < found.row.computed < 10]
     assert not any(found.target.is_met(tried) for tried in faster)
-    assert found.held_out.images == testing.measure(read_method(found.row.settings)).images != found.row.images
+    assert found.held_out.images == testing.measure(read_method(found.row.method.settings)).images != found.row.images
     assert found.share_met == sum(q.psnr >= target for q in found.held_out.images) / 3
     assert found.plain.steps == round(found.row.computed)
     saved = found.setting("a test", {"height": 16})
     assert saved["num_inference_steps"] == 10
-    assert read_method(saved["cache"]).settings == found.row.settings
+    assert read_method(saved["cache"]).settings == found.row.method.settings
     tried = found.to_dict()["tried"]
     assert len(tried) == len(found.tried) >= 5
     assert any(one["meets_target"] for one in tried)
@@ -97,8 +97,8 @@ def test_a_speedup_is_reached_by_what_is_nearest(make_session: MakeSession) -> N
     found = tune(*sessions(make_session, 2), Target("speedup", 2.0))
     rivals = [tried for tried in found.tried if tried.saving >= 2]
     assert found.row.quality.psnr == max(tried.quality.psnr for tried in rivals)
-    assert {tried.family for tried in found.tried} == {"samovar auto", "samovar schedule", "plain steps"}
-    assert plain(round(found.row.computed)).name in [tried.method for tried in found.tried]
+    assert {tried.method.family for tried in found.tried} == {"samovar auto", "samovar schedule", "plain steps"}
+    assert plain(round(found.row.computed)).name in [tried.method.name for tried in found.tried]
 
 
 def test_a_target_out_of_reach_is_reported(make_session: MakeSession) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from samovar.lab.metrics import Quality, average
+from samovar.lab.methods import Method
+from samovar.lab.metrics import Quality
 from samovar.lab.runner import Runner
 from samovar.lab.session import Row, Session
 from samovar.lab.tasks import Task
@@ -21,11 +22,13 @@ MakeSession = Callable[..., Session]
 """The fixtures of the lab's tests."""
 
 
-def row(psnr: list[float], computed: float = 10, lpips: float = 0.01, **others: Any) -> Row:
+def row(
+    psnr: list[float], computed: float = 10, lpips: float = 0.01, name: str = "a", family: str = "samovar auto",
+    steps: int | None = None, **others: Any
+) -> Row:  # fmt: skip
     """The figures of a method, without making an image."""
     images = tuple(Quality(value, 0.9, lpips) for value in psnr)
-    given = {"method": "a", "family": "samovar auto", "settings": {}, "steps": 20, "exact_steps": 20, **others}
-    return Row(computed=computed, quality=average(images), images=images, **given)
+    return Row(Method(name, family, steps=steps), computed, images, exact_steps=20, **others)
 
 
 def exact_images(session: Session) -> torch.Tensor:

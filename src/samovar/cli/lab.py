@@ -251,7 +251,7 @@ def _compare(options: argparse.Namespace) -> int:
       samovar compare ./flux --prompts prompts.txt --cache tune/setting.json
       samovar compare ./flux --quantization int8 --quantization transformer=int4,text_encoder_2=int8 --cache auto
     """
-    from ..lab.compare import compare, contact_sheet, page, table, worst_sheet
+    from ..lab.compare import compare, contact_sheet, page, table
     from ..lab.methods import cached, quantised
 
     settings = [arguments.quantization_of([text]) for text in options.quantization or ()]
@@ -261,9 +261,9 @@ def _compare(options: argparse.Namespace) -> int:
     # Images of methods are in folders by number, so other methods are another run.
     with experiment(options, tasks=tasks, methods=[{"name": m.name, **m.settings} for m in methods]) as lab:
         found = compare(lab.session(tasks, is_timed=True), methods, lab.folder / "images")
-        contact_sheet(found).save(lab.folder / "sheet.png")
-        for number, (row, images) in enumerate(found.judged(), start=1):
-            worst_sheet(tasks, found.rows[0], found.folders[0], row, images).save(lab.folder / f"worst-{number}.png")
+        contact_sheet(tasks, found.rows).save(lab.folder / "sheet.png")
+        for number, row in enumerate(found.judged(), start=1):
+            contact_sheet(tasks, [found.rows[0], row], worst_only=True).save(lab.folder / f"worst-{number}.png")
         title = f"{lab.runner.model}: {len(tasks)} images, {lab.runner.steps} steps"
         (lab.folder / "compare.html").write_text(page(found, title), encoding="utf-8")
         lab.finish("compare.json", found.to_dict())
@@ -312,7 +312,7 @@ def _tune(options: argparse.Namespace) -> int:
       samovar tune ./flux --target-speedup 2 --prompts mine.txt --test-prompts others.txt --gpu-memory 12GiB
     """
     from ..cache.tuned import KEY, describe
-    from ..lab.compare import worst_sheet
+    from ..lab.compare import contact_sheet
     from ..lab.tasks import check_disjoint
     from ..lab.tune import Metric, Target, tune
     from ..lab.verdict import sentences
@@ -325,19 +325,16 @@ def _tune(options: argparse.Namespace) -> int:
     with experiment(options, tasks=tasks, test_tasks=test_tasks) as lab:
         tuning = lab.session(tasks, "tuning")
         testing = lab.session(test_tasks, "testing", is_timed=True)
-        images = lab.folder / "images"
-        found = tune(tuning, testing, target, images)
-        exact = testing.exact()
-        worst_sheet(test_tasks, exact, images / "exact", found.held_out, images / "chosen").save(
-            lab.folder / "worst.png"
-        )
+        found = tune(tuning, testing, target, lab.folder / "images")
+        sheet = contact_sheet(test_tasks, [testing.exact(), found.held_out], worst_only=True)
+        sheet.save(lab.folder / "worst.png")
         made_for = {"model": lab.runner.model, KEY: describe(lab.runner.pipeline)}
         setting = made_for | found.setting(lab.origin(tasks), lab.runner.params.given())
         file = lab.folder / "setting.json"
         file.write_text(json.dumps(setting, indent=2) + "\n", encoding="utf-8")
         lab.finish("tune.json", {"setting": setting, **found.to_dict()})
     is_bound = target.metric != "speedup"  # A speed-up promises nothing about single images.
-    rows = [(r.method, f"{r.computed:g}", f"{r.quality.psnr:.2f}", f"{r.quality.lpips:.5f}",
+    rows = [(r.method.name, f"{r.computed:g}", f"{r.quality.psnr:.2f}", f"{r.quality.lpips:.5f}",
              *[f"{target.bound(r):.5g}"] * is_bound, "yes" if target.is_met(r) else "no")
             for r in found.tried]  # fmt: skip
     head = ("tried", "computed", "PSNR dB", "LPIPS", *["95 of 100 reach"] * is_bound, "meets it")

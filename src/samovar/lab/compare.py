@@ -30,34 +30,23 @@ _LARGEST = 256
 
 @dataclass(frozen=True)
 class Comparison:
-    """One row per method, each with a folder of its images; the exact ones come first."""
+    """One row per method; the exact images come first."""
 
     tasks: Sequence[Task]
     rows: Sequence[Row]
-    folders: Sequence[Path]
-    """In it, an image is named by the number of its task."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        folders = zip(self.rows, self.folders, strict=True)
-        return {
-            "tasks": [task._asdict() for task in self.tasks],
-            "rows": [{**row.to_dict(), "images": folder.name} for row, folder in folders],
-            "verdict": self.verdict(),
-        }
+        rows = [{**row.to_dict(), "images": row.folder and row.folder.name} for row in self.rows]
+        return {"tasks": [task._asdict() for task in self.tasks], "rows": rows, "verdict": self.verdict()}
 
     def verdict(self) -> list[str]:
         """What to expect of each setting."""
-        return [line for row, _ in self.judged() for line in sentences(row, self.tasks)]
+        return [line for row in self.judged() for line in sentences(row, self.tasks)]
 
-    def judged(self) -> list[tuple[Row, Path]]:
-        """The settings that were asked for, with their images."""
-        pairs = zip(self.rows, self.folders, strict=True)
-        return [(row, folder) for row, folder in pairs if row.family not in (EXACT.family, PLAIN)]
-
-    def files(self, row: int) -> list[Path]:
-        """The images of a row."""
-        return [self.folders[row] / f"{number}.png" for number in range(len(self.tasks))]
+    def judged(self) -> list[Row]:
+        """The settings that were asked for."""
+        return [row for row in self.rows if row.method.family not in (EXACT.family, PLAIN)]
 
 
 def compare(session: Session, methods: Sequence[Method], folder: Path) -> Comparison:
@@ -67,17 +56,15 @@ def compare(session: Session, methods: Sequence[Method], folder: Path) -> Compar
         if keys.count(method.key) > 1:
             raise SettingError(f"{method.name!r} is given twice. Give each setting once.")
     session.progress.expect(session.work([EXACT, *(m for m in methods for _ in range(1 + (m.family != QUANTISED)))]))
-    rows, folders = [session.exact(folder / "exact")], [folder / "exact"]
+    rows = [session.exact(folder / "exact")]
     for number, method in enumerate(methods, start=1):
         rows.append(session.measure(method, folder / f"setting-{number}"))
-        folders.append(folder / f"setting-{number}")
         # As many as it computes: times drift, and counts do not. Quantised weights are for memory, not for steps.
         steps = max(1, min(session.runner.steps - 1, round(rows[-1].computed)))
         beside = folder / f"plain-{steps}"
-        if method.family != QUANTISED and beside not in folders:
+        if method.family != QUANTISED and beside not in [row.folder for row in rows]:
             rows.append(session.measure(plain(steps), beside))
-            folders.append(beside)
-    return Comparison(session.tasks, rows, folders)
+    return Comparison(session.tasks, rows)
 
 
 def table(rows: Sequence[Row]) -> list[list[str]]:
@@ -89,29 +76,22 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
 
 def _figures(row: Row) -> list[str]:
     formats = zip(row.quality, (".2f", ".4f", ".5f", ".2f"), strict=True)
-    quality = ["" if row.family == EXACT.family else format(value, how) for value, how in formats if value is not None]
-    return [row.method, f"{row.computed:g}", shown_speedup(row), *quality]
+    quality = ["" if row.method is EXACT else format(value, how) for value, how in formats if value is not None]
+    return [row.method.name, f"{row.computed:g}", shown_speedup(row), *quality]
 
 
 # ------------------------------------------------------------------------------------------------ sheets and page
 
 
-def contact_sheet(comparison: Comparison) -> Image.Image:
-    """All images in one: rows as in the comparison, tasks across."""
-    files = [comparison.files(number) for number in range(len(comparison.rows))]
-    return draw_sheet(comparison.tasks, comparison.rows, files)
+def contact_sheet(tasks: Sequence[Task], rows: Sequence[Row], *, worst_only: bool = False) -> Image.Image:
+    """All images in one, with a label for each row and the tasks across; or only the tasks whose images in the last row
+    are furthest from the exact ones."""
+    numbers = worst(rows[-1]) if worst_only else range(len(tasks))
+    images = [[_thumbnail(_file(row, number)) for number in numbers] for row in rows]
+    return _drawn([tasks[number] for number in numbers], rows, images)
 
 
-def worst_sheet(tasks: Sequence[Task], exact: Row, exact_folder: Path, row: Row, folder: Path) -> Image.Image:
-    """The exact images above those of a setting that are furthest from them."""
-    numbers = worst(row)
-    files = [[of / f"{number}.png" for number in numbers] for of in (exact_folder, folder)]
-    return draw_sheet([tasks[number] for number in numbers], [exact, row], files)
-
-
-def draw_sheet(tasks: Sequence[Task], rows: Sequence[Row], files: Sequence[Sequence[Path]]) -> Image.Image:
-    """Images with a label for each row, and the tasks across."""
-    images = [[_thumbnail(file) for file in of] for of in files]
+def _drawn(tasks: Sequence[Task], rows: Sequence[Row], images: Sequence[Sequence[Image.Image]]) -> Image.Image:
     width = max(image.width for row in images for image in row) + _GAP
     height = max(max(image.height for row in images for image in row) + _GAP, 4 * _LINE + _GAP)
     sheet = Image.new("RGB", (_LABEL + width * len(tasks), _HEADER + height * len(rows)), _PAPER)
@@ -134,22 +114,23 @@ def draw_sheet(tasks: Sequence[Task], rows: Sequence[Row], files: Sequence[Seque
 
 def page(comparison: Comparison, title: str) -> str:
     """One HTML page that contains all images."""
+    numbers = range(len(comparison.tasks))
     data = {
         "tasks": [f"{task.prompt}, seed {task.seed}" for task in comparison.tasks],
         "rows": [
             {
-                "name": row.method,
+                "name": row.method.name,
                 # JSON knows no NaN, and one would leave the page empty.
                 "figures": [
                     [round(v, 5) if math.isfinite(v) else None for v in quality if v is not None]
                     for quality in row.images
                 ],
                 "images": [
-                    f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode('ascii')}"
-                    for file in comparison.files(number)
+                    f"data:image/png;base64,{base64.b64encode(_file(row, number).read_bytes()).decode('ascii')}"
+                    for number in numbers
                 ],
             }
-            for number, row in enumerate(comparison.rows)
+            for row in comparison.rows
         ],
     }
     heading, *lines = table(comparison.rows)
@@ -167,15 +148,20 @@ def page(comparison: Comparison, title: str) -> str:
 
 
 def _label(row: Row) -> list[str]:
-    if row.family == EXACT.family:
+    if row.method is EXACT:
         return [f"exact, {row.steps} steps", *([] if row.seconds is None else [f"{row.seconds:.2f} s per image"])]
     moves = "" if row.quality.motion is None else f", motion {row.quality.motion:.1f} dB"
     return [
-        row.method,
+        row.method.name,
         f"{row.computed:g} computed, {shown_speedup(row)}",
         f"PSNR {row.quality.psnr:.1f} dB, SSIM {row.quality.ssim:.3f}",
         f"LPIPS {row.quality.lpips:.5f}{moves}",
     ]
+
+
+def _file(row: Row, number: int) -> Path:
+    assert row.folder is not None
+    return row.folder / f"{number}.png"
 
 
 def _thumbnail(file: Path) -> Image.Image:

@@ -14,7 +14,7 @@ from ..core.errors import SettingError
 from ..core.files import brief, reading
 
 
-class Journal:
+class Journal(dict[str, Any]):
     """Values by name, one a line of a file, and images, each in a file of its own. A journal belongs to one set of
     settings and refuses any other, whose values would be different."""
 
@@ -31,7 +31,7 @@ class Journal:
             self._check(lines.pop(0)[1], about)
         else:
             self._append("about", about)
-        self._values: dict[str, Any] = dict(lines)
+        self.update(lines)
 
     def _read(self) -> list[tuple[str, Any]]:
         """What was written; a line that a kill has cut off is dropped."""
@@ -48,18 +48,9 @@ class Journal:
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps([name, value]) + "\n")
 
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
-
     def record(self, name: str, value: Any) -> None:
         self._append(name, value)
-        self._values[name] = json.loads(json.dumps(value))  # As after an interruption.
+        self[name] = json.loads(json.dumps(value))  # As after an interruption.
 
     def save_images(self, name: str, images: torch.Tensor) -> None:
         """Save images, not rounded. `record` the values that belong to them afterwards."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
@@ -35,15 +36,9 @@ _MARGIN = 1.1
 class Row:
     """The figures of one method."""
 
-    method: str
-    family: str
-    settings: dict[str, Any]
-    steps: int
-    """Number of steps of the sampler."""
+    method: Method
     computed: float
-    """How many of them were computed, averaged over branches and images."""
-    quality: Quality
-    """The average."""
+    """How many of its steps were computed, averaged over branches and images."""
     images: tuple[Quality, ...]
     """The quality of each image."""
     exact_steps: int
@@ -52,6 +47,18 @@ class Row:
     """Of an image made alone, with text encoders and VAE: the median. None if nothing was timed."""
     speedup: float | None = None
     """Measured, relative to exact images made right before and right after it: a machine that slows down slows both."""
+    folder: Path | None = None
+    """Where its images are, each named by the number of its task."""
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the sampler."""
+        return self.method.steps or self.exact_steps
+
+    @cached_property
+    def quality(self) -> Quality:
+        """The average."""
+        return metrics.average(self.images)
 
     @property
     def saving(self) -> float:
@@ -61,11 +68,13 @@ class Row:
     @property
     def is_noise(self) -> bool:
         """Whether the speed-up is more than the computed steps explain: something else was running."""
-        return self.family != QUANTISED and self.speedup is not None and self.speedup > _MARGIN * self.saving
+        return self.method.family != QUANTISED and self.speedup is not None and self.speedup > _MARGIN * self.saving
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: `each` holds the figures of the images, one list per metric."""
-        rest = {name: value for name, value in asdict(self).items() if name not in ("quality", "images")}
+        names = ("steps", "computed", "exact_steps", "seconds", "speedup")
+        rest = {"method": self.method.name, "family": self.method.family, "settings": dict(self.method.settings)}
+        rest |= {name: getattr(self, name) for name in names}
         means = {name: round(value, 7) for name, value in self.quality._asdict().items() if value is not None}
         columns = zip(means, zip(*self.images, strict=True), strict=False)
         return {**rest, **means, "each": {name: [round(v, 7) for v in column] for name, column in columns}}
@@ -132,7 +141,7 @@ class Session:
                     self.progress.add(share * len(part))
             if beside:
                 self.journal.record(self._key(method, "beside"), [*beside, self._time_exact(again=True)])
-        return self._row(method)
+        return self._row(method, folder)
 
     def _calls(self, method: Method, numbers: Sequence[int]) -> list[Sequence[int]]:
         """The images of each call: those that are timed alone, and all of a method that decides by the image."""
@@ -162,22 +171,12 @@ class Session:
             value = {"computed": computed, "quality": quality, "seconds": made.seconds if len(numbers) == 1 else None}
             self.journal.record(self._key(method, number), value)
 
-    def _row(self, method: Method) -> Row:
+    def _row(self, method: Method, folder: Path | None) -> Row:
         found = [self.journal[self._key(method, number)] for number in range(len(self.tasks))]
-        qualities = [Quality(*one["quality"]) for one in found]
-        seconds = self._seconds(method)
-        return Row(
-            method.name,
-            method.family,
-            dict(method.settings),
-            method.steps or self.runner.steps,
-            round(fmean(one["computed"] for one in found), 2),
-            metrics.average(qualities),
-            tuple(qualities),
-            self.runner.steps,
-            seconds,
-            1.0 if method is EXACT else self._speedup(method, seconds),
-        )
+        computed = round(fmean(one["computed"] for one in found), 2)
+        qualities, seconds = tuple(Quality(*one["quality"]) for one in found), self._seconds(method)
+        speedup = 1.0 if method is EXACT else self._speedup(method, seconds)
+        return Row(method, computed, qualities, self.runner.steps, seconds, speedup, folder)
 
     def _seconds(self, method: Method) -> float | None:
         """The median time of an image made alone. The first does not count, unless there is no other."""

@@ -70,21 +70,23 @@ class Target:
                 param="target_speedup",
             )
 
-    def bound(self, row: Row) -> float:
-        """The PSNR, or LPIPS, that 95 of 100 images like these reach with confidence."""
-        if self.metric == "lpips":  # It is distributed like its logarithm.
-            return math.exp(-lower_bound([-math.log(max(quality.lpips, 1e-7)) for quality in row.images]))
-        return lower_bound([quality.psnr for quality in row.images])
+    def closeness(self, quality: Quality) -> float:
+        """How close an image is to the exact one: higher is closer."""
+        return -quality.lpips if self.metric == "lpips" else quality.psnr
 
     def score(self, row: Row) -> float:
-        """Of two settings that compute as much, the one with the higher score is better."""
-        return self.bound(row) * (-1 if self.metric == "lpips" else 1)
+        """How close 95 of 100 images like these are, with confidence."""
+        return lower_bound([self.closeness(quality) for quality in row.images])
+
+    def bound(self, row: Row) -> float:
+        """The PSNR, or LPIPS, that 95 of 100 images like these reach with confidence."""
+        return -self.score(row) if self.metric == "lpips" else self.score(row)
 
     def is_met(self, row: Row) -> bool:
         """Whether a setting meets the target, as far as its images show."""
         if self.metric == "speedup":
             return row.saving >= self.value
-        return self.score(row) >= (-self.value if self.metric == "lpips" else self.value)
+        return self.bound(row) <= self.value if self.metric == "lpips" else self.bound(row) >= self.value
 
 
 @dataclass(frozen=True)
@@ -122,13 +124,13 @@ class Tuned:
     @property
     def is_worth_it(self) -> bool:
         """Whether it is closer than as many plain steps, by the target metric."""
-        ours, theirs = self.held_out.quality, self.plain.quality
-        return ours.lpips < theirs.lpips if self.target.metric == "lpips" else ours.psnr > theirs.psnr
+        ours, theirs = (self.target.closeness(row.quality) for row in (self.held_out, self.plain))
+        return ours > theirs
 
     def setting(self, origin: str, params: Mapping[str, Any]) -> dict[str, Any]:
         """The file to save, with the sampling parameters that it was tuned for."""
         return {
-            "cache": {"backend": "none"} if self.row.family == PLAIN else self.row.settings,
+            "cache": {"backend": "none"} if self.row.method.family == PLAIN else dict(self.row.method.settings),
             **params,
             "num_inference_steps": self.row.steps,
             "target": str(self.target),
@@ -157,11 +159,11 @@ def tune(tuning: Session, testing: Session, target: Target, folder: Path | None 
     search.try_tolerances()
     search.try_schedules()
     search.try_plain()
-    method, row = search.best()
+    row = search.best()
     testing.exact(folder and folder / "exact")
-    held_out = testing.measure(method, folder and folder / "chosen")
+    held_out = testing.measure(row.method, folder and folder / "chosen")
     baseline = testing.measure(plain(max(1, round(row.computed))))
-    return Tuned(target, row, held_out, baseline, [row for _, row in search.tried.values()])
+    return Tuned(target, row, held_out, baseline, list(search.tried.values()))
 
 
 class _Search:
@@ -170,13 +172,13 @@ class _Search:
     def __init__(self, session: Session, target: Target) -> None:
         self._session, self._target, self._steps = session, target, session.runner.steps
         self._is_speedup = target.metric == "speedup"
-        self.tried: dict[str, tuple[Method, Row]] = {}
+        self.tried: dict[str, Row] = {}
 
     def _is_met(self, method: Method) -> bool:
         """Whether images made with a method meet the target."""
         if method.name not in self.tried:
-            self.tried[method.name] = method, self._session.measure(method)
-        return self._target.is_met(self.tried[method.name][1])
+            self.tried[method.name] = self._session.measure(method)
+        return self._target.is_met(self.tried[method.name])
 
     def try_tolerances(self) -> None:
         """Higher tolerances are faster and worse: stop when a quality breaks, or when a speed-up is reached."""
@@ -198,33 +200,37 @@ class _Search:
     def try_plain(self) -> None:
         """As many plain steps as the best setting computes, and fewer as long as these are the best."""
         best = self._fitting()
-        count = round(min(row.computed for _, row in best)) if best else 0
+        count = round(min(row.computed for row in best)) if best else 0
         for steps in range(count, 0, -1):
             method = plain(steps)
             self._is_met(method)
-            if self._is_speedup or self.best()[0] is not method:
+            if self._is_speedup or self.best().method is not method:
                 break
 
-    def _fitting(self) -> list[tuple[Method, Row]]:
-        return [one for one in self.tried.values() if one[1].computed < self._steps and self._target.is_met(one[1])]
+    def _skipping(self) -> list[Row]:
+        return [row for row in self.tried.values() if row.computed < self._steps]
 
-    def best(self) -> tuple[Method, Row]:
+    def _fitting(self) -> list[Row]:
+        return [row for row in self._skipping() if self._target.is_met(row)]
+
+    def best(self) -> Row:
         """The fastest setting that meets the target; for a speed-up, the closest to the exact images."""
         fitting = self._fitting()
         if not fitting:
-            raise SettingError(self._none_meets([row for _, row in self.tried.values() if row.computed < self._steps]))
+            raise SettingError(self._none_meets())
         if self._is_speedup:
-            return max(fitting, key=lambda one: self._target.score(one[1]))
-        return min(fitting, key=lambda one: (one[1].computed, -one[1].quality.psnr))
+            return max(fitting, key=self._target.score)
+        return min(fitting, key=lambda row: (row.computed, -row.quality.psnr))
 
-    def _none_meets(self, skipping: Sequence[Row]) -> str:
+    def _none_meets(self) -> str:
+        skipping = self._skipping()
         text = f"No setting that skips steps reaches a {self._target}"
         if not skipping:
             return f"{text}: none of the {len(self.tried)} settings tried skips a step. Use the model without a cache."
         best = max(skipping, key=self._target.score)
         reach = "" if self._is_speedup else f", and 95 of 100 images like these reach {self._target.bound(best):.5g}"
         return (
-            f"{text}. The best of {len(skipping)}, {best.method!r}, has {best.quality.psnr:.1f} dB and LPIPS "
+            f"{text}. The best of {len(skipping)}, {best.method.name!r}, has {best.quality.psnr:.1f} dB and LPIPS "
             f"{best.quality.lpips:.5f} on average with {best.computed:g} of {self._steps} steps computed{reach}. "
             "Choose an easier target, give more prompts, or use the model without a cache."
         )

@@ -43,9 +43,9 @@ def sentences(row: Row, tasks: Sequence[Task]) -> list[str]:
     values = [quality.psnr for quality in row.images]
     broken = sum(not quality.is_finite for quality in row.images)
     if broken:
-        return [f"{row.method}: {broken} of {len(values)} images are NaN or infinite. Do not use it."]
+        return [f"{row.method.name}: {broken} of {len(values)} images are NaN or infinite. Do not use it."]
     if min(values) >= HIGHEST_PSNR:
-        return [f"{row.method}: all {len(values)} images are the exact ones; {_saved(row)}."]
+        return [f"{row.method.name}: all {len(values)} images are the exact ones; {_saved(row)}."]
     bound = f"stay above {math.floor(lower_bound(values))} dB"
     if values_below(len(values)) < 0:
         kept = f"all {len(values)} images {bound} (45 or more would show what {SHARE:.0%} keep)"
@@ -54,7 +54,7 @@ def sentences(row: Row, tasks: Sequence[Task]) -> list[str]:
     described = "; ".join(
         f"{tasks[number].prompt!r}, seed {tasks[number].seed}: {values[number]:.0f} dB" for number in worst(row)
     )
-    return [f"{row.method}: {kept}; {_saved(row)}.", f"The worst: {described}."]
+    return [f"{row.method.name}: {kept}; {_saved(row)}.", f"The worst: {described}."]
 
 
 def _saved(row: Row) -> str:
