@@ -36,16 +36,16 @@ def share_of(case: Case) -> dict[str, Any]:
     size = tensor_bytes([component.module])
     found = {"gib": round(size / 2**30, 2)}
     with torch.compiler.set_stance("force_eager"):
-        tape, problem = find_tape(case.build(), (), case.inputs(0), 1)
-    if problem:
-        return found | {"problem": problem.splitlines()[0]}
+        tape = find_tape(case.build(), (), case.inputs(0), 1)
+    if tape.problem:
+        return found | {"problem": tape.problem.splitlines()[0]}
     layers, _ = choose_layers(component, _alike(unwrapped(component.module), tape))
     return found | {"share": round(tensor_bytes(layers.values()) / size, 4)}
 
 
-def _alike(model: torch.nn.Module, tape: Tape | None) -> list[str]:
+def _alike(model: torch.nn.Module, tape: Tape) -> list[str]:
     """The paths like those on a tape, whichever block they are in."""
-    patterns = {re.sub(r"\\?\d+", r"\\d+", re.escape(path)) for path in (tape.layers if tape is not None else ())}
+    patterns = {re.sub(r"\\?\d+", r"\\d+", re.escape(path)) for path in tape.layers}
     return [path for path in named_parts(model) if any(re.fullmatch(pattern, path) for pattern in patterns)]
 
 

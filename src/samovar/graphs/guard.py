@@ -60,17 +60,10 @@ class Guard:
                 waiting += self._look_into(value)
         for base in self._classes.values():
             self._keep(vars(base), dict(vars(base)))
-        self.state = ModelState(self._modules, addresses=True, kernels=True)
-        self._addresses = self._where()
+        others = [tensor for *_, tensor in self._tensors]
+        self.state = ModelState(self._modules, addresses=True, kernels=True, tensors=others)
         files = {torch.nn.functional.__name__, *(base.__module__ for base in self._classes.values())}
         self._functions = list(map(_functions_of, files))
-
-    def is_in_place(self) -> bool:
-        """Whether modules, weights and other tensors are where they were: a replay may not run otherwise."""
-        return self.state.is_in_place() and self._where() == self._addresses
-
-    def _where(self) -> list[int]:
-        return [tensor.data_ptr() for *_, tensor in self._tensors]
 
     def change(self) -> str | None:
         """The first thing that is not as it was, in words; None if a forward would do the same."""

@@ -188,7 +188,7 @@ class GraphsHook(ModelHook, Handle):
 
     def _replay(self, one: Recorded, given: Any, is_likely: bool) -> tuple[Any] | None:
         """The output, unless what the recording depends on has changed."""
-        if not one.guard.is_in_place() or not (is_likely or one.guard.change() is None):
+        if not one.guard.state.is_in_place() or not (is_likely or one.guard.change() is None):
             return None
         one.inputs.fill(given)
         one.recording.replay()
@@ -215,7 +215,7 @@ class GraphsHook(ModelHook, Handle):
     def _sweep(self) -> None:
         """Drop what cannot be replayed any more: it would keep modules alive, and count."""
         for form in self._forms.values():
-            form.variants = [one for one in form.variants if one.guard.is_in_place()]
+            form.variants = [one for one in form.variants if one.guard.state.is_in_place()]
 
     # ------------------------------------------------------------------------------------------ recording
 

@@ -86,12 +86,12 @@ def with_time_layers(
 def with_layers_of(component: Component, args: Any, kwargs: Any) -> tuple[Component, str]:
     """A component with the layers that a call with these arguments shows to depend on time alone, and which such layers
     stay what they are."""
-    tape, problem = find_tape(unwrapped(component.module), args, kwargs, MIN_IN_BLOCKS)
-    if problem:
-        return replace(component, time_layers={}), f"whether layers see time alone is unknown: {problem}"
-    layers, left = choose_layers(component, () if tape is None else tape.layers)
+    tape = find_tape(unwrapped(component.module), args, kwargs, MIN_IN_BLOCKS)
+    if tape.problem:
+        return replace(component, time_layers={}), f"whether layers see time alone is unknown: {tape.problem}"
+    layers, left = choose_layers(component, tape.layers)
     tensors = list(nested.tensors((args, kwargs)))
-    reads_text = tape is not None and any(tensors[place].ndim > 1 for place in tape.inputs)
+    reads_text = any(tensors[place].ndim > 1 for place in tape.inputs)
     return replace(component, time_layers=layers, reads_text=reads_text), left
 
 
@@ -351,8 +351,9 @@ class TimeLayers:
                 self._known.clear()
             parts = named_parts(self._model)
             paths = [path for path, part in parts.items() if id(part) in self.groups]
-            tape = find_tape(self._model, arguments[0], arguments[1], 0, among=paths).tape
-            self._known[form] = None if tape is None else KnownSteps(tape, [id(parts[path]) for path in tape.layers])
+            tape = find_tape(self._model, arguments[0], arguments[1], 0, among=paths)
+            layers = [id(parts[path]) for path in tape.layers]
+            self._known[form] = KnownSteps(tape, layers) if layers else None
         return self._known[form]
 
     def _check_model(self, is_new_run: bool) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -27,6 +26,7 @@ _version, _dtype, _forward = attrgetter("_version"), attrgetter("dtype"), attrge
 _call: Any = operator.call
 _FORMS = (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride)
 _MOVED = "weights lie elsewhere or in another form"
+_PROCESSORS = "attention processors are others or have other settings"
 _nothing = type(None)
 """Stands for the weak reference to a parameter that a module does not have."""
 _own_hooks: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -49,23 +49,44 @@ class ModelState:
         addresses: bool = False,
         kernels: bool = False,
         adapted: torch.nn.Module | None = None,
+        tensors: Iterable[torch.Tensor] = (),
     ) -> None:
-        """`addresses`: where weights lie counts, and not what is written into them. `kernels`: with torch's settings
-        that choose kernels, and the attention that diffusers has chosen. `adapted`: with the adapters of this model."""
-        modules = list(modules)
-        self._tables = [table.values() for table in chain.from_iterable(map(_held_by, map(vars, modules)))]
+        """`addresses`: where weights lie counts, and not what is written into them; the same of `tensors`, which are no
+        weights. `kernels`: with torch's settings that choose kernels, and the attention that diffusers has chosen.
+        `adapted`: with the adapters of this model."""
+        self._modules, self._model, self._kernels = list(modules), adapted, kernels
+        self._entries = list(map(vars, self._modules))
+        self._classes = {bare_class(module): None for module in self._modules}
+        self._tables = [table.values() for table in chain.from_iterable(map(_held_by, self._entries))]
+        self._parts = list(map(_reference, chain.from_iterable(self._tables)))
+        weights = [part for table in self._tables for part in table if isinstance(part, torch.Tensor)]
+        self._weights = list(map(weakref.ref, weights))
+        self._counted = [weakref.ref(each) for each in weights if not addresses and not each.is_inference()]
+        self._plain = list(map(weakref.ref, take_apart([*weights, *tensors]).plain)) if addresses else []
+        is_adapted = adapted is not None and bool(loaded_adapters(adapted))
+        self._adapters = adapter_layers(adapted.modules() if adapted is not None and is_adapted else self._modules)
+        self._hooks = [each[kind] for each in self._entries for kind in ("_forward_hooks", "_forward_pre_hooks")]
+        self._attentions = [each for each in self._entries if "processor" in each]
+        self._facts = list(self._read())
+
+    def _read(self) -> Iterator[tuple[str, Any]]:
+        """What is compared, in words with its value now; what decides whether all is in place comes first."""
         parts = list(chain.from_iterable(self._tables))
-        self._parts = list(map(_reference, parts))
-        tensors = [part for part in parts if isinstance(part, torch.Tensor)]
-        self._plain = list(map(weakref.ref, take_apart(tensors).plain)) if addresses else []
-        reads: dict[str, Callable[[], Any]] = {
-            "modules or weights were replaced": self._has_same_parts,
-            _MOVED: lambda: [list(map(form, map(_call, self._plain))) for form in _FORMS],
-            **_weight_reads(tensors, counts=not addresses),
-            **_module_reads(modules, adapted),
-            "torch's choice of kernels is another": kernel_settings if kernels else tuple,
-        }
-        self._facts = [(what, read, read()) for what, read in reads.items()]
+        is_same = len(parts) == len(self._parts) and all(map(is_, parts, map(_call, self._parts)))
+        yield "modules or weights were replaced", is_same
+        yield _MOVED, [list(map(form, self.plain())) for form in _FORMS]
+        yield "weights were written in place", list(map(_version, map(_call, self._counted)))
+        yield "weights have another dtype", list(map(_dtype, map(_call, self._weights)))
+        yield "modules have another class", list(map(type, self._modules))  # That of a hooked one equals its own.
+        yield "a class has another forward", list(map(_forward, self._classes))
+        yield "a module has another forward", [each.get("forward") for each in self._entries]
+        loaded = () if self._model is None else loaded_adapters(self._model)
+        yield "adapters were switched or scaled", [*loaded, *map(adapter_settings, self._adapters)]
+        counts = {id(each): count for each in self._hooks if each and (count := _count(each))}
+        yield "forward hooks came or went", counts
+        processors = [each.get("processor") for each in self._attentions]
+        yield _PROCESSORS, [(processor, _settings(processor)) for processor in processors]
+        yield "torch's choice of kernels is another", kernel_settings() if self._kernels else ()
 
     def holds(self) -> bool:
         """Whether nothing has changed."""
@@ -73,8 +94,9 @@ class ModelState:
 
     def change(self, num_facts: int | None = None) -> str | None:
         """The first thing that is not as it was, in words; None if all is."""
+        pairs = zip(self._facts[:num_facts], self._read(), strict=False)
         try:
-            return next((what for what, read, before in self._facts[:num_facts] if read() != before), None)
+            return next((what for (what, before), (_, now) in pairs if now != before), None)
         except TypeError:  # A part of a weight is gone.
             return _MOVED
 
@@ -85,40 +107,6 @@ class ModelState:
     def plain(self) -> Iterator[torch.Tensor]:
         """The plain tensors whose addresses count; None in place of what is gone."""
         return map(_call, self._plain)
-
-    def _has_same_parts(self) -> bool:
-        parts = list(chain.from_iterable(self._tables))
-        return len(parts) == len(self._parts) and all(map(is_, parts, map(_call, self._parts)))
-
-
-def _weight_reads(tensors: list[torch.Tensor], counts: bool) -> dict[str, Callable[[], Any]]:
-    """What is compared of weights; with `counts`, how often they were written."""
-    held = list(map(weakref.ref, tensors))
-    counted = [weakref.ref(tensor) for tensor in tensors if counts and not tensor.is_inference()]
-    return {
-        "weights were written in place": lambda: list(map(_version, map(_call, counted))),
-        "weights have another dtype": lambda: list(map(_dtype, map(_call, held))),
-    }
-
-
-def _module_reads(modules: list[torch.nn.Module], model: torch.nn.Module | None) -> dict[str, Callable[[], Any]]:
-    """What is compared of modules beside their weights."""
-    entries = list(map(vars, modules))
-    classes = {bare_class(module): None for module in modules}
-    hooks = [each[kind] for each in entries for kind in ("_forward_hooks", "_forward_pre_hooks")]
-    loaded: Callable[[], tuple[str, ...]] = tuple if model is None else partial(loaded_adapters, model)
-    adapted = adapter_layers(model.modules() if model is not None and loaded() else modules)
-    attentions = [each for each in entries if "processor" in each]
-    return {
-        "modules have another class": lambda: list(map(type, modules)),  # That of a hooked one equals its own.
-        "a class has another forward": lambda: list(map(_forward, classes)),
-        "a module has another forward": lambda: [each.get("forward") for each in entries],
-        "adapters were switched or scaled": lambda: [*loaded(), *map(adapter_settings, adapted)],
-        "forward hooks came or went": lambda: {id(each): count for each in hooks if each and (count := _count(each))},
-        "attention processors are others or have other settings": lambda: [
-            (each.get("processor"), _settings(each.get("processor"))) for each in attentions
-        ],
-    }
 
 
 def _held_by(entries: Mapping[str, Any]) -> list[Any]:

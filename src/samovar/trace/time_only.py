@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,11 +69,13 @@ class LayerCall(NamedTuple):
 class Tape:
     """What leads from the small arguments of a forward to its time-only layers, and these layers."""
 
-    inputs: tuple[int, ...]
+    inputs: tuple[int, ...] = ()
     """Which tensors among the arguments are read, by their place among all."""
-    layer_calls: tuple[LayerCall, ...]
+    layer_calls: tuple[LayerCall, ...] = ()
     """In their order; a layer that is called twice is here twice."""
-    _graph: Graph
+    _graph: Graph = field(default_factory=Graph)
+    problem: str = ""
+    """Why no forward could be searched, if none could."""
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -121,21 +123,13 @@ def _filled(given: Any, known: Mapping[Node, Sequence[Any]], step: int, device: 
     return map_aggregate(given, fill)
 
 
-class Search(NamedTuple):
-    """What a forward without weights has shown."""
-
-    tape: Tape | None
-    problem: str = ""
-    """Why there was no such forward, if there was none."""
-
-
 def find_tape(
     model: torch.nn.Module, args: Any, kwargs: Any, least_bytes: int, among: Collection[str] | None = None
-) -> Search:
-    """The tape of a forward with these arguments, if a layer of at least `least_bytes`, and `among` these paths, is
-    time-only."""
+) -> Tape:
+    """The tape of a forward with these arguments, with the time-only layers of at least `least_bytes` and `among` these
+    paths."""
     if is_autocast():
-        return Search(None, "it is called under autocast")
+        return Tape(problem="it is called under autocast")
     model = unwrapped(model)
     wanted = {
         path: part for path, part in named_parts(model).items()
@@ -147,10 +141,10 @@ def find_tape(
             with ThreadPoolExecutor(1) as thread:
                 recorder = thread.submit(_record, model, args, kwargs, wanted).result()
         except TrialFailed as error:
-            return Search(None, str(error))
+            return Tape(problem=str(error))
         tape = recorder.tape()
         if recorder.rejected.isdisjoint(tape.layers):
-            return Search(tape if tape.layers else None)
+            return tape if tape.layers else Tape()
         for path in recorder.rejected:  # A layer that is called in two ways, or looked at.
             wanted.pop(path, None)
 
