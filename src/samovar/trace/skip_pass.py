@@ -201,11 +201,15 @@ def _refusing(what: str) -> Iterator[None]:
 def _find_leader(trace: Trace, declared: str | None, same: StepPass, other: StepPass) -> None:
     """The first segment that another sample reaches leads, unless one is declared."""
     starts = {call: _moved(call.segment, same, other) for call in trace.calls if call.is_first}
-    leaders = [call for call in starts if call.gate.path == declared] or [call for call in starts if any(starts[call])]
-    if not leaders:
+
+    def rank(call: Call) -> int:
+        return 0 if call.gate.path == declared else 1 if any(starts[call]) else 2
+
+    trace.leader = min(starts, key=rank)
+    moved = starts[trace.leader]
+    if rank(trace.leader) == 2:
         raise ModelError("the sample reaches none of its blocks directly, so nothing shows how it changes")
-    trace.leader = leaders[0]
-    trace.stream = starts[trace.leader].index(True) if any(starts[trace.leader]) else 0
+    trace.stream = moved.index(True) if any(moved) else 0
 
 
 def _moved(segment: Segment | None, same: StepPass, other: StepPass) -> list[bool]:
