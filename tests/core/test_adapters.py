@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
 
 from samovar.core import adapters
-
-
-def test_a_plain_module_has_no_adapters() -> None:
-    module: Any = torch.nn.Linear(2, 2)
-    assert adapters.loaded_adapters(module) == ()
-    assert adapters.adapter_settings(module) is None
-    module.scaling, module._active_adapter = {"style": 0.5}, ["style"]
-    before = adapters.adapter_settings(module)
-    assert before is not None
-    assert before["style"] == 0.5
-    module._active_adapter.append("other")
-    assert adapters.adapter_settings(module) != before
 
 
 def test_adapters_are_switched_as_peft_does() -> None:

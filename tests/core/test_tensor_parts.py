@@ -74,7 +74,7 @@ def packed() -> Packed:
 def test_a_wrapper_is_what_is_inside_however_deep() -> None:
     inner, scale = scaled(), torch.ones(1)
     outer = Scaled(inner, scale)
-    plain, wrappers, _ = take_apart([outer, scale])
+    plain, wrappers = take_apart([outer, scale])
     assert [*map(id, plain)] == [id(inner.values), id(inner.scale), id(scale)]
     assert [wrapper.tensor is one for wrapper, one in zip(wrappers, (inner, outer), strict=True)] == [True, True]
     assert num_bytes_of([outer]) == 6 + 12 + 4

@@ -19,7 +19,7 @@ from ..engine.quantize import QuantizationSetting
 
 Report = Callable[[], Mapping[str, Any]]
 """Returns what there is to say of the last call, as plain JSON values: `computed`, the share of its forwards that were
-computed, if it is not all; and `masks`, by denoiser and branch, where steps were skipped."""
+computed, if it is not all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +90,8 @@ def cached(
 def _report(stats: Any) -> dict[str, Any]:
     if not isinstance(stats, PipelineStats):  # Another library's cache counts nothing.
         return {}
-    found = {name: denoiser.branches for name, denoiser in stats.denoisers.items()}
-    masks = {f"{name} {branch}": of.mask for name, branches in found.items() for branch, of in branches.items()}
-    every = "".join(masks.values())
-    return {"computed": every.count("#") / len(every) if every else 1.0, "masks": masks}
+    every = stats.computed + stats.skipped
+    return {"computed": stats.computed / every if every else 1.0}
 
 
 def read_method(cache: str | Path | Mapping[str, Any]) -> Method:
