@@ -42,7 +42,7 @@ BUDGETS = {
     "engine": 33_727,
     "graphs": 5_492,
     "hooks": 10_461,
-    "lab": 13_228,
+    "lab": 13_150,
     "media": 3_250,
     "offload": 43_510,
     "omni": 2_120,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from samovar.lab.methods import Method
+from samovar.lab.methods import EXACT, Method
 from samovar.lab.metrics import Quality
 from samovar.lab.runner import Runner
 from samovar.lab.session import Row, Session
@@ -33,4 +33,4 @@ def row(
 
 def exact_images(session: Session) -> torch.Tensor:
     session.exact()
-    return torch.cat([session.journal.load_images(session._image_name(n)) for n in range(len(session.tasks))])
+    return torch.cat([session.journal.load_images(session._key(EXACT, n)) for n in range(len(session.tasks))])

@@ -4,10 +4,8 @@ slider."""
 from __future__ import annotations
 
 import base64
-import html
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -116,6 +114,9 @@ def page(comparison: Comparison, title: str) -> str:
     """One HTML page that contains all images."""
     numbers = range(len(comparison.tasks))
     data = {
+        "title": title,
+        "table": table(comparison.rows),
+        "verdict": comparison.verdict(),
         "tasks": [f"{task.prompt}, seed {task.seed}" for task in comparison.tasks],
         "rows": [
             {
@@ -133,18 +134,9 @@ def page(comparison: Comparison, title: str) -> str:
             for row in comparison.rows
         ],
     }
-    heading, *lines = table(comparison.rows)
-    head = "".join(f"<th>{name}</th>" for name in heading)
-    body = "".join(f"<tr>{''.join(f'<td>{html.escape(v)}</td>' for v in line)}</tr>" for line in lines)
-    filled = {
-        "TITLE": html.escape(title),
-        "TABLE": f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>",
-        "VERDICT": "<br>".join(map(html.escape, comparison.verdict())),
-        # No "<" at all: "</script>" would end the script, and "<!--<script>" would keep it from ending.
-        "DATA": json.dumps(data).replace("<", "\\u003c"),
-    }
     text = (resources.files(__package__) / "data" / "compare.html").read_text(encoding="utf-8")
-    return re.sub("@(TITLE|TABLE|VERDICT|DATA)@", lambda place: filled[place[1]], text)
+    # No "<" at all: "</script>" would end the script, and "<!--<script>" would keep it from ending.
+    return text.replace("@DATA@", json.dumps(data).replace("<", "\\u003c"))
 
 
 def _label(row: Row) -> list[str]:

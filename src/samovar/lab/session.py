@@ -123,13 +123,10 @@ class Session:
     def _key(self, method: Method, what: int | str) -> str:
         return f"{self._name} {method.key} {what}".strip()
 
-    def _image_name(self, number: int) -> str:
-        return f"{self._name or 'exact'}-{number}"
-
     def _measure(self, method: Method, folder: Path | None) -> Row:
         known = [n for n in range(len(self.tasks)) if self._key(method, n) in self.journal]
         if method is EXACT:  # Values are small and images large: who moves a journal may leave these behind.
-            known = [n for n in known if self.journal.has_images(self._image_name(n))]
+            known = [n for n in known if self.journal.has_images(self._key(EXACT, n))]
         share = self._share(method)
         self.progress.add(share * len(known), is_made=False)
         if len(known) < len(self.tasks):
@@ -162,10 +159,10 @@ class Session:
         for number, one in zip(numbers, made.images, strict=True):
             image = one[None]
             if method is EXACT:
-                self.journal.save_images(self._image_name(number), image)
+                self.journal.save_images(self._key(method, number), image)
                 (quality,) = metrics.exactly_equal(image)
             else:
-                (quality,) = metrics.measure(image, self.journal.load_images(self._image_name(number)))
+                (quality,) = metrics.measure(image, self.journal.load_images(self._key(EXACT, number)))
             if folder is not None:
                 save_images(image, folder, number, self.runner.fps)
             value = {"computed": computed, "quality": quality, "seconds": made.seconds if len(numbers) == 1 else None}
