@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samovar.core import nested
 from samovar.offload import HostStage
-from samovar.offload.device import Buffer
+from samovar.offload.device import Buffer, Pressure
 
 
 class Card(HostStage):
@@ -24,6 +24,7 @@ class Card(HostStage):
         super().__init__(lazy=True)
         self.capacity = capacity
         self.is_real = is_real
+        self.retries = 0
         self.most = 0
         """The most that was ever taken."""
         self._limit = self._peak = self._refusals = 0
@@ -87,8 +88,8 @@ class Card(HostStage):
         peak, self._peak = self._peak, self.stats.held_bytes + self.activations
         return peak
 
-    def refusals(self) -> int:
-        return self._refusals
+    def pressure(self) -> Pressure:
+        return Pressure(self._refusals, self.retries)
 
     @contextlib.contextmanager
     def within(self, budget_bytes: int) -> Iterator[None]:

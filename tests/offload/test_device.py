@@ -286,10 +286,10 @@ def test_no_more_is_reserved_than_the_budget() -> None:
     stage.note_others()
     with stage.within(2**27):
         held = torch.empty(2**26, dtype=torch.uint8, device="cuda")
-        before = stage.refusals()
+        before = stage.pressure().refusals
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(2**27, dtype=torch.uint8, device="cuda")
-        assert stage.refusals() > before
+        assert stage.pressure().refusals > before
     del held
     torch.empty(2**27, dtype=torch.uint8, device="cuda")
 

@@ -236,7 +236,7 @@ def test_a_decode_whose_kernels_are_refused_their_room_is_not_passed_over_in_sil
             room = stage.capacity - offloaded.plan.component("vae").device_bytes - needs["vae"]
             with pytest.warns(UserWarning, match="vae: the VAE decodes with other kernels"):
                 draw(pipe)
-            assert stage.refusals() > 0
+            assert stage.pressure().refusals > 0
             assert not offloaded.history.narrow, "others were in its way"
             assert torch.equal(draw(pipe), expected), "and are not any more"
         room = stage.capacity
@@ -246,6 +246,31 @@ def test_a_decode_whose_kernels_are_refused_their_room_is_not_passed_over_in_sil
     finally:
         handle.remove()
         offloaded.detach()
+
+
+def test_others_leave_more_room_where_memory_is_given_back_and_taken_again(
+    pipe: Any, least: int, needs: dict[str, int], expected: torch.Tensor
+) -> None:
+    """As torch's allocator does where what it holds lies in pieces: everything waits meanwhile."""
+    stage = Card(2**30)
+    offloaded = apply_offload(pipe, config(least + 2**17, needs), stage=stage)
+
+    def retry(*_: Any) -> None:
+        stage.retries += 10
+
+    handle = pipe.vae.decoder.register_forward_pre_hook(retry)
+    beside = []
+    try:
+        with stage:
+            for _ in range(12):
+                assert torch.equal(draw(pipe), expected)
+                beside.append(offloaded._components["vae"].beside_bytes)
+    finally:
+        handle.remove()
+        offloaded.detach()
+    assert beside == sorted(beside, reverse=True)
+    assert beside[0] < offloaded.plan.component("vae").beside_bytes
+    assert beside[-1] < beside[0] / 2, "down to nothing, and no further"
 
 
 def test_what_is_called_in_parts_needs_what_the_largest_of_them_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from ..arch.devices import read_device
 from ..core.errors import SettingError
 from .coding import Coded, Form, decode_into, encode, fast_decoder
-from .device import Buffer, Stage, bring
+from .device import Buffer, Pressure, Stage, bring
 from .pinned import new_chunk
 from .ring import Mark
 
@@ -232,8 +232,9 @@ class CudaStage(Stage):
     def free_bytes(self) -> int:
         return self.available_bytes() - torch.cuda.memory_allocated(self.device)
 
-    def refusals(self) -> int:
-        return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
+    def pressure(self) -> Pressure:
+        counts = torch.cuda.memory_stats(self.device)
+        return Pressure(counts.get("num_ooms", 0), counts.get("num_alloc_retries", 0))
 
     def note_others(self) -> None:
         self.others_bytes = max(torch.cuda.memory_allocated(self.device) - self.stats.held_bytes, 0)

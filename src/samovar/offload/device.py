@@ -19,7 +19,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -70,6 +70,15 @@ class _Area:
 def bring(target: torch.Tensor, room: torch.Tensor, form: Form | None) -> None:
     """Bring bytes from the area to where they belong, and decode them if they have a form."""
     target.copy_(room) if form is None else decode_into(form, room, target)
+
+
+class Pressure(NamedTuple):
+    """How often memory was short."""
+
+    refusals: int
+    """Memory was asked for that was not there, also by those who then took less."""
+    retries: int
+    """Memory was found by giving back all that torch's allocator held in reserve, for which everything waits."""
 
 
 class Stage(DeviceQueues):
@@ -265,9 +274,9 @@ class Stage(DeviceQueues):
     def free_bytes(self) -> int | None:
         """Those of them that hold nothing; None if unlimited."""
 
-    def refusals(self) -> int:
-        """How often memory was asked for that was not there, also by those who then took less."""
-        return 0
+    def pressure(self) -> Pressure:
+        """How often memory was short so far."""
+        return Pressure(0, 0)
 
     def within(self, budget_bytes: int) -> contextlib.AbstractContextManager[None]:
         """Inside, torch holds no more than this beside what others have here."""

@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +47,7 @@ from ..trace.time_only import is_autocast
 from .component import OffloadedComponent, Phases
 from .config import OffloadConfig
 from .cuda import CudaStage
-from .device import Stage
+from .device import Pressure, Stage
 from .history import History
 from .host_device import HostStage
 from .host_tiers import TIME_LAYERS, TierPlan, plan_tiers, uses_of
@@ -69,6 +70,8 @@ _MORE, _MORE_BYTES = 0.1, 2**27
 """How much more it is taken to need in the next one, of what others of ours keep beside it."""
 _MORE_ALONE = 0.25
 """The same where nothing is beside it."""
+_MAX_RETRIES = 6
+"""How often the allocator may give memory back in the calls of a component in one run. Each takes milliseconds."""
 _SIZE_ARGUMENTS = {"height": "height", "width": "width", "frames": "num_frames"}
 _STEPS = ("num_inference_steps", "timesteps", "sigmas")
 
@@ -131,6 +134,8 @@ class Offloaded(Handle, PipelineHook):
         """The components that a thread is calling."""
         self._unseen: set[tuple[str, int]] = set()
         """Entries of components whose need a run is still to show."""
+        self._retries: Counter[str] = Counter()
+        """Of this run, by component: how often torch's allocator gave memory back to find some."""
         self._seen: set[tuple[str, int]] = set()
         """Those that were called in it."""
         is_wanted = config.precompute is not False
@@ -376,6 +381,7 @@ class Offloaded(Handle, PipelineHook):
                 layers.settle()
             if not self._num_runs:
                 self._trust_needs(is_over=sys.exc_info()[0] is None)
+                self._note_retries()
                 self._learn_of_run()
 
     def _learn_of_run(self) -> None:
@@ -453,11 +459,11 @@ class Offloaded(Handle, PipelineHook):
                 self.stage.note_others()
             if self.plan.budget_bytes is None:
                 return self._called(name, entry, module, args, kwargs)
-            before, refusals = _Containers((args, kwargs)), self.stage.refusals()
+            before, pressure = _Containers((args, kwargs)), self.stage.pressure()
             for attempt in range(_ATTEMPTS):
                 try:
                     output = self._called(name, entry, module, args, kwargs)
-                    self._note_refusals(name, refusals)
+                    self._note_pressure(name, pressure)
                     return output
                 except torch.OutOfMemoryError as error:
                     problem = str(error)  # The error itself keeps alive what the call had computed.
@@ -471,11 +477,12 @@ class Offloaded(Handle, PipelineHook):
         finally:
             delattr(self._inside, name)
 
-    def _note_refusals(self, name: str, before: int) -> None:
+    def _note_pressure(self, name: str, before: Pressure) -> None:
         """Convolutions that were refused the room that they asked for take other kernels, which round otherwise, and
         cuDNN keeps to them as long as the process runs. What was beside a VAE then leaves before it is called again."""
-        planned = self.plan.component(name)
-        if self.stage.refusals() == before or planned.role != "vae" or name in self.history.narrow:
+        planned, now = self.plan.component(name), self.stage.pressure()
+        self._retries[name] += now.retries - before.retries
+        if now.refusals == before.refusals or planned.role != "vae" or name in self.history.narrow:
             return
         if any(c.held_bytes for c in self._phases.components if c.whole.name != name):
             self._note_need(name, planned.activation_bytes + planned.beside_bytes)
@@ -528,6 +535,16 @@ class Offloaded(Handle, PipelineHook):
         """From now on others stay beside a component in what it was seen to leave, and no more."""
         with contextlib.suppress(SettingError):  # Too little room, of which the next run will hear.
             self._components[name].beside_bytes = self._plan_for(self.config).component(name).beside_bytes
+
+    def _note_retries(self) -> None:
+        """Where torch's allocator has given memory back and taken it again many times, others leave more room."""
+        for name, count in self._retries.items():
+            planned = self.plan.component(name)
+            more = min(self._components[name].beside_bytes, int(planned.activation_bytes * _MORE_ALONE))
+            if count > _MAX_RETRIES and more > 0:
+                self._note_need(name, self.history.needs.get(name, planned.activation_bytes) + more)
+                self._make_room_for(name)
+        self._retries.clear()
 
     def _without_gradients(
         self, name: str, module: torch.nn.Module, args: Any, kwargs: Any
