@@ -44,7 +44,7 @@ BUDGETS = {
     "hooks": 10_461,
     "lab": 13_150,
     "media": 3_250,
-    "offload": 43_510,
+    "offload": 43_690,
     "omni": 2_120,
     "parallel": 18_184,
     "serve_ray": 975,
