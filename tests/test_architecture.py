@@ -42,7 +42,7 @@ BUDGETS = {
     "engine": 33_727,
     "graphs": 5_492,
     "hooks": 10_461,
-    "lab": 13_150,
+    "lab": 13_099,
     "media": 3_250,
     "offload": 43_690,
     "omni": 2_120,

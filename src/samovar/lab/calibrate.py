@@ -17,7 +17,7 @@ from ..arch.modules import unwrapped
 from ..cache import TeaCacheBackend
 from ..core import nested
 from ..core.errors import ModelError, SettingError
-from ..hooks import HookOrder, ModelHook, current_context, install_hook
+from ..hooks import current_context
 from .journal import Journal
 from .methods import EXACT, Method, Report
 from .progress import Progress
@@ -105,32 +105,21 @@ def calibrate(runner: Runner, tasks: Sequence[Task], journal: Journal, progress:
     return fit([journal[f"changes {number}"] for number in range(len(tasks))])
 
 
-class _OutputHook(ModelHook):
-    """Keeps the outputs of a run by branch."""
-
-    order = HookOrder.OTHER  # It ends before the hook that knows the branch.
-
-    def __init__(self) -> None:
-        self.outputs: dict[str, list[torch.Tensor]] = {}
-
-    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        first = next(nested.tensors(output))
-        self.outputs.setdefault(current_context().branch or "", []).append(first.detach().clone())
-        return output
-
-
 @contextlib.contextmanager
 def _with_signals(pipeline: Any) -> Iterator[Report]:
-    backend, hook = TeaCacheBackend(_NEVER_SKIPS), _OutputHook()
+    backend, outputs = TeaCacheBackend(_NEVER_SKIPS), dict[str, list[torch.Tensor]]()
     (denoiser,) = find_denoisers(pipeline).values()
 
-    def report() -> Mapping[str, Any]:
-        outputs, hook.outputs = hook.outputs, {}
-        return {"changes": _changes(backend, outputs)}
+    def keep(module: torch.nn.Module, args: Any, output: Any) -> None:
+        first = next(nested.tensors(output))
+        outputs.setdefault(current_context().branch or "", []).append(first.detach().clone())
 
-    with contextlib.ExitStack() as undo:
-        install_hook(undo, denoiser, "lab_outputs", hook)
-        undo.enter_context(backend.enable(pipeline))
+    def report() -> Mapping[str, Any]:
+        found = _changes(backend, outputs)
+        outputs.clear()
+        return {"changes": found}
+
+    with unwrapped(denoiser).register_forward_hook(keep), backend.enable(pipeline):
         yield report
 
 
