@@ -8,7 +8,6 @@ tests.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,11 +22,11 @@ from samovar.graphs.recorders import Function, Recorder, Recording, failing_as
 from samovar.graphs.static_inputs import Unsuitable
 
 
-class SimulatedRecorder:
+class SimulatedRecorder(Recorder):
     """Records operations on a CPU."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        super().__init__(torch.device("cpu"))
 
     def take_turn(self) -> None:
         """Nothing goes on in the background."""

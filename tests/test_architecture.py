@@ -33,14 +33,14 @@ LAYERS = [
 """A room may import from the layers below its own, and from itself; never from a neighbour."""
 
 BUDGETS = {
-    "arch": 14_873,
+    "arch": 14_843,
     "builtin": 100,
     "cache": 21_779,
     "cli": 7_981,
     "compose": 8_182,
     "core": 10_059,
     "engine": 33_727,
-    "graphs": 5_492,
+    "graphs": 5_459,
     "hooks": 10_461,
     "lab": 13_099,
     "media": 3_250,
@@ -49,7 +49,7 @@ BUDGETS = {
     "parallel": 18_184,
     "serve_ray": 975,
     "server": 23_196,
-    "trace": 17_669,
+    "trace": 17_529,
 }
 MAX_SOURCE, MAX_TESTS = 242_000, 374_000
 """Tokens of code by room and in all, without comments and docstrings: packing or splitting gains nothing."""

@@ -6,6 +6,7 @@ itself lists, then well-known attribute names.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -212,9 +213,6 @@ def role_of(name: str, cls: type) -> Role:
 
 def _read(owner: Any, name: str) -> Any:
     """An attribute; `_MISSING` if there is none, or if its property raises because the pipeline is not set up."""
-    try:
-        return getattr(owner, name, _MISSING)
-    except BaseException as error:  # Of any kind: it is somebody else's property.
-        if not isinstance(error, Exception):
-            raise
-        return _MISSING
+    with contextlib.suppress(Exception):  # Of any kind: it is somebody else's property.
+        return getattr(owner, name)
+    return _MISSING

@@ -27,7 +27,7 @@ MIN_SHARE = 0.5
 
 def find_lists(model: Module) -> dict[str, Blocks]:
     """The stacks of a model by path, in order of definition."""
-    hints = _Hints.of(model)
+    hints = _Hints(set(repeated_blocks(model)), set(_declared_paths(model)), tensor_bytes([model]))
     found = dict(_lists_in(model, hints, ""))
     found |= dict(_lone_blocks(model, found))
     return {path: found[path] for path in named_parts(model) if path in found}
@@ -42,14 +42,10 @@ def blocks_of(path: str, holder: Module) -> Blocks:
 class _Hints:
     """What a model's class declares about its blocks for other purposes (see `other_libraries`)."""
 
-    repeated: frozenset[str]
-    paths: frozenset[str]
+    repeated: set[str]
+    paths: set[str]
     num_bytes: int
     """The size of the whole model."""
-
-    @classmethod
-    def of(cls, model: Module) -> _Hints:
-        return cls(frozenset(repeated_blocks(model)), frozenset(_declared_paths(model)), tensor_bytes([model]))
 
 
 def _declared_paths(model: Module) -> Iterator[str]:

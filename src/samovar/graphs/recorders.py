@@ -8,7 +8,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,25 +28,12 @@ class Recording(NamedTuple):
     """Memory that it took."""
 
 
-class Recorder(Protocol):
-    """Records functions on one device."""
-
-    lock: threading.RLock
-    """Held while a recording is in use: all of them share memory."""
-
-    def take_turn(self) -> None:
-        """Have what is done next on this thread wait for what was replayed before, on whichever stream: inputs of a
-        recording may not be overwritten while it is replayed for another thread."""
-
-    def record(self, function: Function) -> Recording:
-        """Unsuitable if it cannot be recorded; everything else goes on then as before."""
-
-
-class CudaRecorder:
+class Recorder:
     """CUDA graphs of one GPU, in one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.RLock()
+        """Held while a recording is in use: all of them share memory."""
         self._device = device
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that live in the pool. With the last of them the pool goes, and its memory is given back."""
@@ -55,6 +42,7 @@ class CudaRecorder:
         self._last_used: Any = None
 
     def record(self, function: Function) -> Recording:
+        """Unsuitable if it cannot be recorded; everything else goes on then as before."""
         before = torch.cuda.memory_reserved(self._device)
         living = list(self._graphs)  # None of them may go while the pool is in use.
         if not living:
@@ -110,6 +98,8 @@ class CudaRecorder:
         torch.cuda.empty_cache()
 
     def take_turn(self) -> None:
+        """Have what is done next on this thread wait for what was replayed before, on whichever stream: inputs of a
+        recording may not be overwritten while it is replayed for another thread."""
         current = torch.cuda.current_stream(self._device)
         if self._last_used is not None and self._last_used != current:
             current.wait_stream(self._last_used)
@@ -135,5 +125,5 @@ def recorder_for(device: torch.device) -> Recorder | None:
     """The recorder of a device; None if nothing can be recorded there."""
     if device not in _recorders and device.type == "cuda":
         with torch.inference_mode(False):
-            _recorders[device] = CudaRecorder(device)
+            _recorders[device] = Recorder(device)
     return _recorders.get(device)

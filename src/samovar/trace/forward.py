@@ -10,7 +10,6 @@ adds to its streams, from its first input to its last output.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -86,12 +85,6 @@ class Trace:
     """Lists whose members run between blocks."""
     stream: int = 0
     """Which value that the leader returns is the sample."""
-
-    @functools.cached_property
-    def early_segments(self) -> tuple[Segment, ...]:
-        """Those that run before the leader, such as text refiners."""
-        before = self.calls[: self.calls.index(self.leader)]
-        return tuple(dict.fromkeys(call.segment for call in before if call.segment is not None))
 
 
 class Watched(NamedTuple):

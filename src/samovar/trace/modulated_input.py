@@ -6,6 +6,7 @@ weights are elsewhere, loads none: the twin has copies of the few that lead to t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -101,14 +102,11 @@ class ModulatedInput:
     def _run(self, given: Given) -> _Reached | None:
         if self._copies_arguments:
             given = given.copied()
-        try:
-            with torch.no_grad():
+        with contextlib.suppress(Exception), torch.no_grad():
+            try:
                 self._twin(*given.args, **given.kwargs)
-        except _Reached as reached:
-            return reached.with_traceback(None)  # Its frames hold it, and tensors.
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                raise
+            except _Reached as reached:
+                return reached.with_traceback(None)  # Its frames hold it, and tensors.
         return None
 
 

@@ -99,24 +99,20 @@ def _features(components: tuple[ComponentReport, ...], parts: Parts) -> Iterator
     planned = ", ".join(name for name, part in parts.items() if declared_plans(part.cls))
     forecast = f"steps of {_named(denoisers)} are forecast and corrected" if denoisers else "there is no denoiser"
     yield FeatureReport("step cache", bool(denoisers), forecast)
+    unbuilt = ", ".join(part.class_name for part in denoisers if part.num_parameters is None)
+    unblocked: tuple[bool | None, str] = False, "no stack of blocks was found; declare one with register_declaration"
+    if unbuilt:
+        unblocked = None, f"unknown without a checkpoint, which says how {unbuilt} is built; give a model's folder"
     streamed = (True, f"{num_blocks} blocks can be streamed")
-    yield FeatureReport("layerwise offload", *(streamed if num_blocks else _without_blocks(denoisers)))
+    yield FeatureReport("layerwise offload", *(streamed if num_blocks else unblocked))
     takes_turns = bool(denoisers and encoders)
     turns = f"the denoiser takes turns with {_named(encoders)}"
     needs = "a denoiser and an encoder that can take turns are needed"
     yield FeatureReport("model offload", takes_turns, turns if takes_turns else needs)
     source = f"comes with {planned}" if planned else "is derived from the stacks and checked before use"
     split = (True, f"a plan {source}")
-    yield FeatureReport("sequence parallel", *(split if planned or num_blocks else _without_blocks(denoisers)))
+    yield FeatureReport("sequence parallel", *(split if planned or num_blocks else unblocked))
 
 
 def _named(parts: Iterable[ComponentReport]) -> str:
     return ", ".join(part.name for part in parts)
-
-
-def _without_blocks(denoisers: Iterable[ComponentReport]) -> tuple[bool | None, str]:
-    """Whether a feature works that needs blocks, where none were found."""
-    unbuilt = ", ".join(part.class_name for part in denoisers if part.num_parameters is None)
-    if unbuilt:
-        return None, f"unknown without a checkpoint, which says how {unbuilt} is built; give a model's folder"
-    return False, "no stack of blocks was found; declare one with register_declaration"

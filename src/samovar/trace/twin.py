@@ -134,10 +134,6 @@ class Copier:
         for key, value in vars(module).items():
             if key in _HOOKS:
                 entries[key] = OrderedDict()
-            elif key == "_modules":
-                entries[key] = {name: None if part is None else self.translated(part) for name, part in value.items()}
-            elif key == "_parameters":
-                entries[key] = dict(value)
             elif key not in left_out and not key.startswith("_samovar_"):
                 entries[key] = self.translated(value)
         self.place_weights(twin, module)
@@ -172,17 +168,14 @@ class Copier:
             return type(value)(map(inner, value))
         if type(value) in (dict, OrderedDict):
             return type(value)((key, inner(item)) for key, item in value.items())
-        try:
+        with contextlib.suppress(Exception):  # An empty cell, a lock, a stream or a process group is no state.
             if isinstance(value, types.FunctionType):
                 return _closing_over(value, inner) if value.__closure__ else value
             copied = copy.copy(value)
             if hasattr(copied, "__dict__"):
                 vars(copied).update({key: inner(item) for key, item in vars(value).items()})
             return copied
-        except BaseException as error:  # An empty cell, a lock, a stream or a process group is not a forward's state.
-            if not isinstance(error, Exception):
-                raise
-            return value
+        return value
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """What takes the place of a tensor that is no parameter of a module."""
