@@ -33,7 +33,7 @@ LAYERS = [
 """A room may import from the layers below its own, and from itself; never from a neighbour."""
 
 BUDGETS = {
-    "arch": 14_843,
+    "arch": 14_782,
     "builtin": 100,
     "cache": 21_779,
     "cli": 7_981,
@@ -49,7 +49,7 @@ BUDGETS = {
     "parallel": 18_184,
     "serve_ray": 975,
     "server": 23_196,
-    "trace": 17_529,
+    "trace": 17_512,
 }
 MAX_SOURCE, MAX_TESTS = 242_000, 374_000
 """Tokens of code by room and in all, without comments and docstrings: packing or splitting gains nothing."""

@@ -44,14 +44,6 @@ class Kind:
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
-def _int8(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, int]:
-    return {"weight": outputs * inputs, "scale": 4 * outputs, "zero_point": outputs}
-
-
-def _fp8(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, int]:
-    return {"weight": outputs * inputs, "scale": 4 * outputs}
-
-
 def _int4(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, int]:
     groups = max(inputs // GROUP, 1)  # As sdnq divides a row: or into as few fewer as divide it evenly.
     while inputs % groups:
@@ -60,19 +52,18 @@ def _int4(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, int]:
     return {"weight": math.ceil(outputs * inputs / 2), "scale": scales, "zero_point": scales}
 
 
-def _nf4(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, int]:
-    weights = outputs * inputs
-    return {"weight": math.ceil(weights / 2), "absmax": 4 * math.ceil(weights / GROUP), "code": 4 * 16}
-
-
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        Kind("int8", "8-bit integers, a scale for each row", "torchao", "int8", _int8),
-        Kind("fp8", "8-bit floats (e4m3), a scale for each row", "torchao", "int8", _fp8),
+        Kind("int8", "8-bit integers, a scale for each row", "torchao", "int8",
+             lambda outputs, inputs, _: {"weight": outputs * inputs, "scale": 4 * outputs, "zero_point": outputs}),
+        Kind("fp8", "8-bit floats (e4m3), a scale for each row", "torchao", "int8",
+             lambda outputs, inputs, _: {"weight": outputs * inputs, "scale": 4 * outputs}),
         Kind("int4", "4-bit integers, a scale for each 64 weights", "sdnq", "int4", _int4),
         Kind("nf4", "4-bit normal floats, a scale for each 64 weights", "bitsandbytes", "int4",
-             _nf4, devices=("cuda",)),
+             lambda outputs, inputs, _: {"weight": math.ceil(outputs * inputs / 2),
+                                         "absmax": 4 * math.ceil(outputs * inputs / GROUP), "code": 4 * 16},
+             devices=("cuda",)),
     )
 }  # fmt: skip
 

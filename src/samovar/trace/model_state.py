@@ -58,7 +58,8 @@ class ModelState:
         self._entries = list(map(vars, self._modules))
         self._classes = {bare_class(module): None for module in self._modules}
         self._tables = [table.values() for table in chain.from_iterable(map(_held_by, self._entries))]
-        self._parts = list(map(_reference, chain.from_iterable(self._tables)))
+        parts = chain.from_iterable(self._tables)
+        self._parts = [_nothing if part is None else weakref.ref(part) for part in parts]
         weights = [part for table in self._tables for part in table if isinstance(part, torch.Tensor)]
         self._weights = list(map(weakref.ref, weights))
         self._counted = [weakref.ref(each) for each in weights if not addresses and not each.is_inference()]
@@ -140,10 +141,6 @@ class Generation:
             known = (number for number, state in self._states.items() if state.holds())
             self._number = next(known, 0) or self._add()
         return self._number
-
-
-def _reference(part: Any) -> Callable[[], Any]:
-    return _nothing if part is None else weakref.ref(part)
 
 
 def _count(hooks: Mapping[int, Any]) -> int:
