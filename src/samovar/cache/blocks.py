@@ -139,7 +139,7 @@ class BlockSteps(ThresholdSteps):
         if form is None:
             return self._first(call, decide)
         # Blocks before the leader need not run to read the signal, where the step is then skipped.
-        if mode == "ask" and decide is not None and form.trace.leader is not form.trace.calls[0]:
+        if mode == "ask" and decide is not None and form.trace.has_early_blocks:
             return self._ask_ahead(form, call, decide)
         return self._next(form, call, mode, decide)
 

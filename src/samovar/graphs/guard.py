@@ -145,8 +145,8 @@ def obstacle(model: torch.nn.Module) -> str | None:
 
 
 def _hooks_of(module: torch.nn.Module, is_inside: bool) -> Iterator[str]:
-    others = [name for name in diffusers_hooks(module) if not is_helper(name)]
-    if any(map(vars(module).get, _HOOKS)) or accelerate_hook(module) is not None or others:
+    has_others = accelerate_hook(module) is not None or not all(map(is_helper, diffusers_hooks(module)))
+    if has_others or any(map(vars(module).get, _HOOKS)):
         yield "forward hooks of its user or of another library, which a replay would not call"
     registry = attached_registry(module) if is_inside else None
     for name, hook in () if registry is None else registry.by_name.items():

@@ -86,6 +86,11 @@ class Trace:
     stream: int = 0
     """Which value that the leader returns is the sample."""
 
+    @property
+    def has_early_blocks(self) -> bool:
+        """Whether blocks run before the leader, such as text refiners."""
+        return self.leader is not self.calls[0]
+
 
 class Watched(NamedTuple):
     """A trace, and what its forward left."""
