@@ -295,6 +295,11 @@ def test_what_is_called_in_parts_needs_what_the_largest_of_them_needs(monkeypatc
             seen.clear()
             assert torch.equal(tiny.run(pipe, 2, output_type="pt"), expected)
             assert not seen, "a run has shown it"
+            offloaded.history = replace(offloaded.history, needs={})
+            offloaded.replan()
+            for _ in range(2):
+                pipe.vae.decode(torch.zeros(1, 4, 3, 4, 6))
+            assert len(seen) == 6, "a call that is no run may be of a part"
     finally:
         offloaded.detach()
 

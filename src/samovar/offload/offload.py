@@ -121,6 +121,8 @@ class Offloaded(Handle, PipelineHook):
         self._phases = Phases()
         shared = stage, self._host, self._lock, self._phases
         self._components = {component.name: OffloadedComponent(component, *shared) for component in components}
+        self._is_lone = any(component.module is pipeline for component in components)
+        """Whether it is a single model, which is called once a step, so that its calls are not runs."""
         self._hooks = contextlib.ExitStack()
         self._known: dict[RequestSize, Activations] = {}
         self.time_layers: dict[str, TimeLayers] = {}
@@ -281,8 +283,7 @@ class Offloaded(Handle, PipelineHook):
         movers = {name: c for name, c in self._components.items() if plan.component(name).placement != "resident"}
         roles = list(PHASES)
         self._phases.components = sorted(movers.values(), key=lambda c: roles.index(c.whole.role))
-        if all(component.component.module is not self._pipeline for component in self._components.values()):
-            # A lone model is called once a step, so its calls are not runs.
+        if not self._is_lone:
             self._hooks.enter_context(hook_pipeline(self._pipeline, HOOK, self))
         for name, component in movers.items():
             for module, hook in hooks_for(component, plan.component(name)):
@@ -509,7 +510,7 @@ class Offloaded(Handle, PipelineHook):
         output = module(*args, **kwargs)
         self._note_need(name, with_margin(stage.peak_bytes() - beside))
         self._seen.add((name, entry))
-        if current_run() is None:
+        if self._is_lone:
             self._trust_needs()
         return output
 
@@ -519,8 +520,8 @@ class Offloaded(Handle, PipelineHook):
         self.history = replace(self.history, needs={**self.history.needs, name: need})
 
     def _trust_needs(self, *, is_over: bool = True) -> None:
-        """What was watched is known now, unless the run was cut off. In a run components may be called in parts, of
-        which the first needs least: VAEs that decode some frames at a time."""
+        """What was watched is known now, unless the run was cut off. Not before: components may be called in parts, of
+        which the first needs least, as VAEs are that decode some frames at a time."""
         names = {name for name, _ in self._seen}
         if is_over:
             self._unseen -= self._seen
