@@ -297,9 +297,11 @@ def test_what_is_called_in_parts_needs_what_the_largest_of_them_needs(monkeypatc
             assert not seen, "a run has shown it"
             offloaded.history = replace(offloaded.history, needs={})
             offloaded.replan()
+            counts = []
             for _ in range(2):
                 pipe.vae.decode(torch.zeros(1, 4, 3, 4, 6))
-            assert len(seen) == 6, "a call that is no run may be of a part"
+                counts.append(len(seen))
+            assert counts[1] == 2 * counts[0] > 4, "a call that is no run may be of a part"
     finally:
         offloaded.detach()
 
