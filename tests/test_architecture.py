@@ -51,7 +51,7 @@ BUDGETS = {
     "server": 23_196,
     "trace": 17_534,
 }
-MAX_SOURCE, MAX_TESTS = 242_000, 374_000
+MAX_SOURCE, MAX_TESTS = 235_000, 363_200
 """Tokens of code by room and in all, without comments and docstrings: packing or splitting gains nothing."""
 MAX_COMPLEXITY = (20, 7)
 """Complexity of one function, and of nine of ten functions of a room."""
