@@ -44,7 +44,7 @@ BUDGETS = {
     "hooks": 10_461,
     "lab": 13_099,
     "media": 3_250,
-    "offload": 43_690,
+    "offload": 43_700,
     "omni": 2_120,
     "parallel": 18_184,
     "serve_ray": 975,

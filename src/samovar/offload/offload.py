@@ -203,7 +203,8 @@ class Offloaded(Handle, PipelineHook):
 
     def _speeds(self) -> Timing:
         """What is known of the device alone."""
-        return Timing(self.stage.measure_bus(), decoding_s=self.stage.measure_decoding())
+        may_code = self.config.compress != "none"
+        return Timing(self.stage.measure_bus(), decoding_s=self.stage.measure_decoding() if may_code else 0.0)
 
     def _activations_for(self, config: OffloadConfig) -> Activations | None:
         """What a run without weights shows, unless the settings say it all."""
