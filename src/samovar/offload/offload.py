@@ -408,7 +408,7 @@ class Offloaded(Handle, PipelineHook):
             self._move_to(self._moved(self.plan, steps))
 
     def _moved(self, plan: OffloadPlan, steps: int) -> OffloadPlan:
-        """The plan for a number of steps: this one, or the best, once runs have lost as much time as it takes to move."""
+        """The plan for a number of steps: this one, or the best once runs have lost as much as it takes to move."""
         best = plan.at(steps)
         self._lost_s += plan.run_s(steps) - best.run_s(steps)
         return best if self._lost_s >= _MOVING_S else replace(plan, steps=steps)
