@@ -39,6 +39,8 @@ def test_a_list_gives_a_list_in_order_and_overrides_win(folder: Path) -> None:
         alone = omni.generate("a dog", params)[0]
         assert np.array_equal(np.asarray(both[1].images[0]), np.asarray(alone.images[0]))
         assert omni.generate("a dog", params, seed=9)[0].seeds == (9,)
+        (mapped,) = omni.generate({"prompt": "a dog", "negative_prompt": "a cat"}, params)
+        assert (mapped.prompt, mapped.seeds) == ("a dog", (3,))
         with pytest.raises(SettingError, match="Did you mean 'height'"):
             omni.generate("a dog", hieght=16)
         with pytest.raises(SettingError, match="prompt=5; expected text, a mapping, or a list of them"):
