@@ -41,7 +41,7 @@ BUDGETS = {
     "core": 10_059,
     "engine": 33_727,
     "graphs": 5_456,
-    "hooks": 10_461,
+    "hooks": 10_480,
     "lab": 13_099,
     "media": 3_250,
     "offload": 43_700,

@@ -322,7 +322,10 @@ def test_a_run_that_is_cut_off_shows_nothing_of_what_was_called_in_it(
             with pytest.raises(KeyboardInterrupt):
                 draw(pipe)
         assert not offloaded.history.needs
-        draw(pipe)
+        try:
+            raise ValueError
+        except ValueError:  # As where somebody tries again.
+            draw(pipe)
     assert "vae" in offloaded.history.needs
     offloaded.detach()
 

@@ -65,6 +65,8 @@ class Run:
         self.arguments = arguments or {}
         """What the pipeline was called with, by name."""
         self.request = request
+        self.failed = False
+        """Whether it ends with an error."""
         self._timesteps: Any = None
         self._sigmas: list[float] = []
 
@@ -127,4 +129,8 @@ def running(pipeline: Any, arguments: Mapping[str, Any] | None = None) -> Iterat
         for hook in pipeline_hooks(pipeline).values():
             ends.callback(hook.end_run, run)
             hook.start_run(run)
-        yield run
+        try:
+            yield run
+        except BaseException:
+            run.failed = True
+            raise

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import gc
 import inspect
-import sys
 import threading
 import time
 import warnings
@@ -382,7 +381,7 @@ class Offloaded(Handle, PipelineHook):
             for layers in self.time_layers.values():
                 layers.settle()
             if not self._num_runs:
-                self._trust_needs(is_over=sys.exc_info()[0] is None)
+                self._trust_needs(is_over=not run.failed)
                 self._note_retries()
                 self._learn_of_run()
 
