@@ -32,7 +32,8 @@ import gpu_models
 import gpu_parts
 import torch
 
-WORDS = ("a samovar on a wooden table", "a red kite over a grey sea")
+WORDS = ("a samovar on a wooden table", "a red kite over a grey sea", "three lemons in a blue bowl")
+"""The first one warms up: what is computed for a prompt may be kept, and timed runs have new ones."""
 TOKENIZERS = Path(__file__).resolve().parent.parent / "src/samovar/builtin/emoji"
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 Make = Callable[[], torch.nn.Module]
@@ -429,13 +430,13 @@ def run_case(
         first = draw(pipe, kind, few, WORDS[0], is_tiny=is_tiny, callback_on_step_end=step)
         row |= {"first_s": round(time.perf_counter() - begin, 2), "seconds": {}, "reserved": {}}
         row["images"] = {f"{few}/0": digest(first)}
-        row |= {"finite": bool(first.isfinite().all()), "repeats": True}
+        row["finite"] = bool(first.isfinite().all())
         row["latents"] = {str(few): digest(last["latents"].float().cpu())}
         if on_gpu:
             row["reserved"]["first"] = gib(torch.cuda.max_memory_reserved())
         is_slow = kind.run_s > 60 or way in ("diffusers-model", "diffusers-sequential")
         for steps in lengths:
-            for words in WORDS[1:] if is_slow else WORDS:
+            for words in WORDS[1:2] if is_slow else WORDS[1:]:
                 if on_gpu:
                     torch.cuda.reset_peak_memory_stats()
                     torch.cuda.synchronize()
@@ -444,8 +445,7 @@ def run_case(
                 taken = round(time.perf_counter() - begin, 3)
                 key = str(steps)
                 row["seconds"][key] = min(taken, row["seconds"].get(key, math.inf))
-                image = f"{key}/{WORDS.index(words)}"
-                row["repeats"] &= row["images"].setdefault(image, digest(found)) == digest(found)
+                row["images"][f"{key}/{WORDS.index(words)}"] = digest(found)
                 if on_gpu:
                     row["reserved"][key] = max(gib(torch.cuda.max_memory_reserved()), row["reserved"].get(key, 0.0))
                     row["allocated"] = max(gib(torch.cuda.max_memory_allocated()), row.get("allocated", 0.0))

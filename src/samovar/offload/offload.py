@@ -452,7 +452,7 @@ class Offloaded(Handle, PipelineHook):
         return name in vars(self._inside)
 
     def call(self, name: str, entry: int, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Call a component within the budget. Once, if it runs out of memory, it is called again in less of it."""
+        """Call a component within the budget. If it runs out of memory, it is called again in less of it."""
         setattr(self._inside, name, True)
         try:
             self._learn(name, args, kwargs)
